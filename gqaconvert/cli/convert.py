@@ -1,0 +1,214 @@
+"""`gqaconvert convert`: fewer KV heads, in an ordinary checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from gqaconvert.cli.terminal import byte_progress, say, show_json, show_table
+from gqaconvert.units import format_bytes, format_memory
+
+if TYPE_CHECKING:
+    from gqaconvert.surgery.convert import Conversion
+    from gqaconvert.surgery.plan import ConversionPlan
+
+Model = Annotated[str, typer.Argument(help="Folder, Hub id or alias.", show_default=False)]
+Out = Annotated[
+    Path | None,
+    typer.Argument(
+        help="Output folder. Default: the model's name with -gqaN, -mqa or -mha.",
+        show_default=False,
+    ),
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with an interrupted run of the same options.")
+]
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an output that gqaconvert wrote.")
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(min=1, help="Threads. Default: four.", show_default=False),
+]
+Hash = Annotated[
+    bool,
+    typer.Option("--hash", help="Record SHA-256 of whole files too, which reads them once more."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def convert_command(
+    model: Model,
+    out: Out = None,
+    kv_heads: Annotated[
+        int,
+        typer.Option(
+            min=1, help="KV heads wanted; `inspect` lists the legal counts.", show_default=False
+        ),
+    ] = ...,  # type: ignore[assignment]
+    method: Annotated[
+        Literal["mean", "first", "random"],
+        typer.Option(
+            help="How a group becomes one head: its average, its first head, or a fresh one."
+        ),
+    ] = "mean",
+    seed: Annotated[int, typer.Option(help="For --method random.")] = 0,
+    dtype: Annotated[str, typer.Option(help="keep, or a type for all floating tensors.")] = "keep",
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(
+            help="Largest weight file, such as 5GB. Default: the source's files.",
+            show_default=False,
+        ),
+    ] = None,
+    tp: Annotated[
+        int, typer.Option(min=1, help="Tensor-parallel degree to check the head counts against.")
+    ] = 1,
+    revision: Revision = None,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    workers: Workers = None,
+    hash_files: Hash = False,
+    as_json: AsJson = False,
+) -> None:
+    """Pool the KV heads of a checkpoint into fewer. The output loads wherever the source did."""
+    from gqaconvert.surgery.convert import convert
+
+    with byte_progress("converting") as progress:
+        conversion = convert(
+            model,
+            out,
+            num_kv_heads=kv_heads,
+            method=method,
+            seed=seed,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            tensor_parallel=tp,
+            revision=revision,
+            dry_run=dry_run,
+            resume=resume,
+            overwrite=overwrite,
+            workers=workers,
+            hash_files=hash_files,
+            progress=progress,
+        )
+    report_conversion(conversion, as_json=as_json)
+
+
+def report_conversion(conversion: Conversion, *, as_json: bool) -> None:
+    """Print what a conversion did or would do."""
+    for notice in conversion.notices:
+        say(f"note: {notice}")
+    plan = conversion.plan
+    if as_json:
+        show_json(_as_json(conversion))
+        return
+    if plan is None:
+        return
+    if not conversion.written:
+        _show_plan(plan)
+    _show_change(conversion, plan)
+    if conversion.written:
+        for check in conversion.checks:
+            say(f"verified: {check.name}: {check.covered}")
+        rate = plan.size_bytes / conversion.seconds
+        say(
+            f"wrote {conversion.out} ({format_bytes(plan.size_bytes)}"
+            f" in {conversion.seconds:.1f} s, {format_bytes(rate)}/s)"
+        )
+    else:
+        say("dry run: nothing was written")
+
+
+def _show_change(conversion: Conversion, plan: ConversionPlan) -> None:
+    before, after = plan.attention.num_kv_heads, plan.options.num_kv_heads
+    context = conversion.source.config.max_position_embeddings or 4096
+    kv_before, kv_after = plan.kv_bytes_per_token(before), plan.kv_bytes_per_token(after)
+    parameters = sum(_elements(tensor.output.shape) for tensor in plan.tensors)
+    rows = [
+        ["KV heads", str(before), str(after)],
+        ["KV cache a token", format_memory(kv_before), format_memory(kv_after)],
+        [
+            f"KV cache at {context} tokens",
+            format_memory(kv_before * context),
+            format_memory(kv_after * context),
+        ],
+        ["parameters", f"{conversion.source.index.parameters:,}", f"{parameters:,}"],
+        [
+            "weights",
+            format_bytes(conversion.source.index.size_bytes),
+            format_bytes(plan.size_bytes),
+        ],
+    ]
+    show_table(["", conversion.source.identity.name, conversion.out.name], rows)
+
+
+def _show_plan(plan: ConversionPlan) -> None:
+    rows = []
+    for action in ("pool", "repeat", "cast", "copy"):
+        chosen = [tensor for tensor in plan.tensors if tensor.action == action]
+        if chosen:
+            size = sum(tensor.output.size_bytes for tensor in chosen)
+            rows.append(
+                [action, str(len(chosen)), format_bytes(size), _example(chosen[0].output.name)]
+            )
+    show_table(["action", "tensors", "output", "such as"], rows, (0, 3))
+    typer.echo("")
+    for edit in plan.config_edits:
+        typer.echo(f"config.json {'.'.join(edit.path)}: {edit.before} → {edit.after}")
+    for shard in plan.shards:
+        typer.echo(f"{shard.name}  {format_bytes(shard.size_bytes)}  {len(shard.tensors)} tensors")
+    typer.echo("")
+
+
+def _as_json(conversion: Conversion) -> dict[str, object]:
+    plan = conversion.plan
+    if plan is None:
+        return {"out": str(conversion.out), "written": False, "notices": list(conversion.notices)}
+    before, after = plan.attention.num_kv_heads, plan.options.num_kv_heads
+    return {
+        "out": str(conversion.out),
+        "written": conversion.written,
+        "kv_heads": {"before": before, "after": after},
+        "kv_bytes_per_token": {
+            "before": plan.kv_bytes_per_token(before),
+            "after": plan.kv_bytes_per_token(after),
+        },
+        "size_bytes": plan.size_bytes,
+        "plan_sha256": plan.digest(),
+        "tensors": [
+            {
+                "name": tensor.output.name,
+                "action": tensor.action,
+                "dtype": tensor.output.dtype,
+                "shape": list(tensor.output.shape),
+                "file": tensor.output.file,
+                "sources": [source.name for source in tensor.sources],
+            }
+            for tensor in plan.tensors
+        ],
+        "config": [
+            {"key": ".".join(edit.path), "before": edit.before, "after": edit.after}
+            for edit in plan.config_edits
+        ],
+        "files": {shard.name: shard.size_bytes for shard in plan.shards},
+        "checks": {check.name: check.covered for check in conversion.checks},
+        "notices": list(conversion.notices),
+        "seconds": round(conversion.seconds, 3),
+    }
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _example(name: str) -> str:
+    return name if len(name) <= 60 else f"…{name[-59:]}"

@@ -1,0 +1,109 @@
+"""`gqaconvert inspect`: what a checkpoint is, and what it can become."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gqaconvert.cli.terminal import say, show_json, show_table
+from gqaconvert.units import format_bytes, format_count, format_memory
+
+if TYPE_CHECKING:
+    from gqaconvert.attention.inspection import Inspection
+
+
+def inspect_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder, Hub id or alias.", show_default=False)
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    aliases: Annotated[bool, typer.Option("--aliases", help="List the aliases and stop.")] = False,
+) -> None:
+    """Tell a model's attention, its KV cache and its legal --kv-heads, without reading weights."""
+    if aliases:
+        from gqaconvert.checkpoint.sources import ALIASES
+
+        show_table(
+            ["alias", "Hub id"], [[alias, target] for alias, target in sorted(ALIASES.items())]
+        )
+        return
+    if model is None:
+        raise typer.BadParameter("a folder, Hub id or alias is needed", param_hint="MODEL")
+    from gqaconvert.attention.inspection import inspect
+
+    inspection = inspect(model, revision)
+    if as_json:
+        show_json(inspection.to_json())
+        return
+    _show(inspection)
+
+
+def _show(found: Inspection) -> None:
+    kinds = ", ".join(f"{count} {kind}" for kind, count in found.layer_kinds.items())
+    window = f", window {found.sliding_window}" if found.sliding_window else ""
+    facts = [
+        ["class", f"{', '.join(found.architectures) or '?'} ({found.model_type})"],
+        *([["becomes", f"{found.becomes}, its equal, when converted"]] if found.becomes else []),
+        [
+            "attention",
+            f"{found.attention}: {found.num_heads} query and {found.num_kv_heads} KV heads"
+            f" of {found.head_dim}",
+        ],
+        ["layers", f"{found.num_layers} ({kinds}{window})"],
+        ["layout", found.layout or "not understood"],
+        [
+            "biases",
+            (", ".join(found.biases) if found.biases else "none")
+            if found.biases is not None
+            else "?",
+        ],
+        ["key norm", (found.key_norm or "?").replace("_", " ")],
+        ["RoPE", _ROPE.get(found.rope, found.rope)],
+        [
+            "weights",
+            f"{format_count(found.parameters)} parameters, {format_bytes(found.size_bytes)},"
+            f" {found.dtype}",
+        ],
+        ["KV cache", f"{format_memory(found.kv_bytes_per_token)} a token in {found.dtype}"],
+    ]
+    for name, value in facts:
+        typer.echo(f"{name:<10} {value}")
+    typer.echo("")
+    if found.savings:
+        rows = [
+            [
+                str(found.num_kv_heads),
+                found.attention,
+                format_memory(found.kv_bytes_per_token),
+                "1",
+                "(as it is)",
+            ]
+        ]
+        rows += [
+            [
+                str(saving.kv_heads),
+                saving.attention,
+                format_memory(saving.kv_bytes_per_token),
+                f"1/{1 / saving.share_of_cache:g}",
+                f"--kv-heads {saving.kv_heads}",
+            ]
+            for saving in found.savings
+        ]
+        show_table(
+            ["KV heads", "kind", "KV bytes a token", "cache", "convert with"], rows, (0, 1, 4)
+        )
+    elif found.reason:
+        say(f"cannot be converted: {found.reason}")
+        if found.remedy:
+            say(f"try: {found.remedy}")
+
+
+_ROPE = {
+    "halves": "pairs i with i + D/2",
+    "adjacent": "pairs 2i with 2i + 1",
+    "none": "none",
+    "rotary": "yes",
+    "alibi": "none (ALiBi)",
+}
