@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from gqaconvert.checkpoint.index import SAFETENSORS_INDEX, StoredTensor
+from gqaconvert.checkpoint.index import SAFETENSORS_INDEX
 from gqaconvert.checkpoint.shards import index_json, lay_out, shard_names, split_by_size
 from gqaconvert.checkpoint.sidecars import write_json
+from gqaconvert.checkpoint.tensors import StoredTensor
 
 HIDDEN, INNER, HEADS, VOCABULARY = 4096, 11008, 32, 32000
 _BLOCK_ELEMENTS = 1 << 25

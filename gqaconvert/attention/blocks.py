@@ -12,7 +12,7 @@ from itertools import pairwise
 from gqaconvert.attention.geometry import Attention, AttentionBlock, HeadTensor, KeyNorm
 from gqaconvert.attention.layouts import Layout
 from gqaconvert.attention.specs import LayoutSpec, layout_for, naming
-from gqaconvert.checkpoint.index import StoredTensor
+from gqaconvert.checkpoint.tensors import StoredTensor
 from gqaconvert.errors import CheckpointError, UnsupportedModelError
 from gqaconvert.kv_cache.model_config import ModelConfig
 

@@ -5,13 +5,16 @@ The arithmetic is in `kv_cache.estimate`; weights are never read.
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
 from gqaconvert.attention.blocks import CONTRADICTION
 from gqaconvert.attention.recognise import recognise
-from gqaconvert.checkpoint.index import CheckpointIndex, read_index
+from gqaconvert.checkpoint.index import read_index
 from gqaconvert.checkpoint.sources import Source, resolve_source
+from gqaconvert.checkpoint.tensors import CheckpointIndex
 from gqaconvert.errors import CheckpointError, UnsupportedModelError
 from gqaconvert.kv_cache.config_faults import config_faults
 from gqaconvert.kv_cache.element_types import storage_type
@@ -132,10 +135,15 @@ def _read_remote(
 
 
 def _stored(index: CheckpointIndex) -> StoredWeights:
-    floating = [t for t in index.tensors.values() if ELEMENT_TYPES[t.dtype].is_weight]
+    elements = Counter[str]()
+    for tensor in index.tensors.values():
+        if ELEMENT_TYPES[tensor.dtype].is_weight:
+            elements[tensor.dtype] += math.prod(tensor.shape)
+    commonest = elements.most_common(1)
     return StoredWeights(
-        parameters=sum(t.size_bytes // ELEMENT_TYPES[t.dtype].size_bytes for t in floating),
+        parameters=elements.total(),
         size_bytes=index.size_bytes,
+        dtype=ELEMENT_TYPES[commonest[0][0]].config_name if commonest else None,
     )
 
 

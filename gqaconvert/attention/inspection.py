@@ -13,11 +13,12 @@ from typing import Any
 from gqaconvert.attention.equivalents import Equivalent, find_equivalent
 from gqaconvert.attention.geometry import Attention, attention_kind
 from gqaconvert.attention.recognise import recognise
-from gqaconvert.checkpoint.index import CheckpointIndex, read_index
+from gqaconvert.checkpoint.index import read_index
 from gqaconvert.checkpoint.sources import resolve_source
+from gqaconvert.checkpoint.tensors import CheckpointIndex
 from gqaconvert.errors import CheckpointError, UnsupportedModelError
 from gqaconvert.kv_cache.model_config import ModelConfig, parse_config, read_config
-from gqaconvert.kv_cache.sizes import kv_bytes_per_token, with_kv_heads
+from gqaconvert.kv_cache.sizes import kv_bytes_per_token
 from gqaconvert.units import ELEMENT_TYPES, weight_type
 
 
@@ -51,7 +52,8 @@ class Inspection:
         dtype: type of K and V weights.
         parameters: elements stored; 0 where headers cannot be read.
         size_bytes: bytes of all tensors.
-        kv_bytes_per_token: bytes a token adds to the cache in the checkpoint's type.
+        kv_bytes_per_token: bytes a token adds to the cache in the checkpoint's type, None where no
+            formula is known.
         legal_kv_heads: counts that `convert` accepts, largest first.
         savings: one entry for each legal count.
         convertible: whether `convert` would accept it.
@@ -80,7 +82,7 @@ class Inspection:
     dtype: str
     parameters: int
     size_bytes: int
-    kv_bytes_per_token: int
+    kv_bytes_per_token: int | None
     legal_kv_heads: tuple[int, ...]
     savings: tuple[Saving, ...]
     convertible: bool
@@ -121,13 +123,13 @@ def describe(
     equivalent, attention, error = _understand(config, index)
     dtype = _dtype(config, equivalent.index if equivalent else index, attention)
     element_bytes = ELEMENT_TYPES[dtype].size_bytes
-    now = kv_bytes_per_token(config.layers, element_bytes)
+    now = _kv_bytes(config, element_bytes)
     heads = config.num_kv_heads
     legal = attention.poolable() if attention else ()
     savings = []
     for count in legal:
-        then = kv_bytes_per_token(with_kv_heads(config.layers, heads, count), element_bytes)
-        savings.append(Saving(count, attention_kind(config.num_heads, count), then, then / now))
+        then = kv_bytes_per_token(config, element_bytes, count)
+        savings.append(Saving(count, attention_kind(config.num_heads, count), then, count / heads))
     block = attention.blocks[0] if attention else None
     reason, remedy = (error.what, error.remedy) if error else _nothing_left(attention)
     return Inspection(
@@ -159,6 +161,13 @@ def describe(
         reason=reason,
         remedy=remedy,
     )
+
+
+def _kv_bytes(config: ModelConfig, element_bytes: int) -> int | None:
+    try:
+        return kv_bytes_per_token(config, element_bytes)
+    except UnsupportedModelError:
+        return None
 
 
 def _understand(

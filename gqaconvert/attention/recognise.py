@@ -21,7 +21,7 @@ from gqaconvert.attention.specs import (
     refusal,
     rope_pairing,
 )
-from gqaconvert.checkpoint.index import StoredTensor
+from gqaconvert.checkpoint.tensors import StoredTensor
 from gqaconvert.errors import CheckpointError, UnsupportedModelError
 from gqaconvert.kv_cache.config_faults import config_faults
 from gqaconvert.kv_cache.layer_attention import LayerKind

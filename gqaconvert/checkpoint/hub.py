@@ -17,21 +17,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from gqaconvert.checkpoint.header import header_length, parse_header
 from gqaconvert.checkpoint.hub_errors import HubUnreachable, explained, unreachable
 from gqaconvert.checkpoint.index import (
     SAFETENSORS_INDEX,
     TORCH_INDEX,
-    CheckpointIndex,
-    StoredFile,
-    StoredTensor,
     assemble_tensors,
     check_weight_map,
-    header_length,
     index_shards,
-    parse_header,
     parse_weight_map,
     read_index,
 )
+from gqaconvert.checkpoint.tensors import CheckpointIndex, StoredFile, StoredTensor
 from gqaconvert.errors import CheckpointError, RefusedError, UnsupportedModelError
 from gqaconvert.units import format_bytes
 

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from gqaconvert.checkpoint.index import Derived, StoredTensor
+from gqaconvert.checkpoint.tensors import Derived, StoredTensor
 from gqaconvert.errors import CheckpointError
 from gqaconvert.units import ELEMENT_TYPES
 

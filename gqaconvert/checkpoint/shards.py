@@ -7,7 +7,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gqaconvert.checkpoint.index import MAX_HEADER_BYTES, StoredTensor
+from gqaconvert.checkpoint.header import MAX_HEADER_BYTES
+from gqaconvert.checkpoint.tensors import StoredTensor
 from gqaconvert.errors import UsageError
 
 BLOCK_BYTES = 4096

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gqaconvert.checkpoint.index import SAFETENSORS_INDEX, TORCH_INDEX, CheckpointIndex
+from gqaconvert.checkpoint.index import SAFETENSORS_INDEX, TORCH_INDEX
 from gqaconvert.checkpoint.staging import MANIFEST
+from gqaconvert.checkpoint.tensors import CheckpointIndex
 from gqaconvert.errors import CheckpointError
 
 CONFIG = "config.json"

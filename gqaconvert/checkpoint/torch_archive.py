@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from gqaconvert.checkpoint.index import StoredFile, StoredTensor
+from gqaconvert.checkpoint.tensors import StoredFile, StoredTensor
 from gqaconvert.checkpoint.torch_pickle import RESAVE, Storage, View, read_pickle
 from gqaconvert.errors import CheckpointError
 from gqaconvert.units import ELEMENT_TYPES

@@ -76,7 +76,10 @@ def convert_command(
     hash_files: Hash = False,
     as_json: AsJson = False,
 ) -> None:
-    """Pool the KV heads of a checkpoint into fewer. The output loads wherever the source did."""
+    """Pool the KV heads of a checkpoint into fewer.
+
+    The output is an ordinary checkpoint of the same class, and loads wherever the source did.
+    """
     from gqaconvert.surgery.convert import convert
 
     with byte_progress("converting") as progress:

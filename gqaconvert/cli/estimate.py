@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from gqaconvert.cli.estimate_table import show_estimate, show_gpus
+from gqaconvert.cli.lists import listed, whole
 from gqaconvert.cli.terminal import say, show_json
-from gqaconvert.errors import UsageError
 
 
 def estimate_command(
@@ -86,10 +85,10 @@ def estimate_command(
 
     answer = estimate(
         model,
-        context=_listed(context, str),
-        batch=_listed(batch, _whole("--batch")),
-        kv_heads=_listed(kv_heads, _whole("--kv-heads")),
-        kv_dtype=_listed(kv_dtype, str),
+        context=listed(context, str),
+        batch=listed(batch, whole("--batch")),
+        kv_heads=listed(kv_heads, whole("--kv-heads")),
+        kv_dtype=listed(kv_dtype, str),
         gpu=gpu,
         hardware=hardware,
         bandwidth=bandwidth,
@@ -97,7 +96,7 @@ def estimate_command(
         weights_size=weights_size,
         activations=activations,
         reserve=reserve,
-        tp=_listed(tp, _whole("--tp")),
+        tp=listed(tp, whole("--tp")),
         page=page,
         lengths=lengths,
         source_tokens=source_tokens,
@@ -112,21 +111,3 @@ def estimate_command(
     if not as_json:
         for note in answer.notes:
             say(f"note: {note}")
-
-
-_T = TypeVar("_T")
-
-
-def _listed(text: str | None, read: Callable[[str], _T]) -> tuple[_T, ...]:
-    if text is None:
-        return ()
-    return tuple(read(part.strip()) for part in text.split(",") if part.strip())
-
-
-def _whole(flag: str) -> Callable[[str], int]:
-    def read(text: str) -> int:
-        if text.isdecimal():
-            return int(text)
-        raise UsageError(f"{flag} {text!r} is no whole number", remedy=f"{flag} 1,8")
-
-    return read

@@ -68,10 +68,8 @@ def _facts(model: str, answer: Estimate) -> Iterator[tuple[str, str]]:
     elif config.num_heads:
         heads = f"{attention_kind(config.num_heads, config.num_kv_heads)}: {heads}"
     name = config.architectures[0] if config.architectures else config.model_type
-    yield (
-        "model",
-        f"{model}: {name}, {config.num_layers} layers, {heads}",
-    )
+    yield "model", model
+    yield "class", f"{name}, {config.num_layers} layers, {heads}"
     size = weights.size(config.num_kv_heads, question.weights)
     if size is None:
         yield "weights", "not counted"
@@ -83,7 +81,7 @@ def _facts(model: str, answer: Estimate) -> Iterator[tuple[str, str]]:
             "config": "counted from its config",
             "given": "as given",
         }[weights.origin]
-        if weights.origin == "given":
+        if weights.origin == "given" or (config.quantization and not question.weights):
             stored = ""
         yield "weights", f"{count}{format_memory(size)}{stored}, {origin}"
     if question.gpu is not None:
@@ -171,7 +169,7 @@ def _differ_in_pages(answer: Estimate) -> bool:
 
 
 _COLUMNS = (
-    _Column("KV heads", lambda a: len(a.question.kv_heads) > 1, _heads),
+    _Column("heads", lambda a: len(a.question.kv_heads) > 1, _heads),
     _Column("GPUs", lambda a: len(a.question.degrees) > 1, lambda a, r: f"{r.tp}"),
     _Column(
         "on each",
@@ -195,7 +193,7 @@ _COLUMNS = (
     _Column("weights", _any("weights_bytes"), lambda a, r: _memory(r.weights_bytes)),
     _Column("total", _any("total_bytes"), _total),
     _Column(
-        "requests",
+        "fit",
         _any("fits"),
         lambda a, r: _count(r.concurrent_requests),
     ),
@@ -220,8 +218,8 @@ def _show_mixed(answer: Estimate) -> None:
     )
     columns = [column for column in _COLUMNS[:4] if column.is_wanted(answer)]
     header = [column.header for column in columns]
-    header += ["needed", "padded", "wasted", "requests"]
-    header += [f"in {question.page}-token pages", "wasted", "requests"]
+    header += ["needed", "padded", "wasted", "fit"]
+    header += [f"in {question.page}-token pages", "wasted", "fit"]
     rows: dict[tuple[object, ...], list[str]] = {}
     for row in answer.rows:
         mixed, key = row.mixed, (row.kv_heads, row.tp, row.kv_dtype)

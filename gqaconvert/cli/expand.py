@@ -40,7 +40,10 @@ def expand_command(
     hash_files: Hash = False,
     as_json: AsJson = False,
 ) -> None:
-    """Repeat KV heads, the exact reverse of pooling: for tests and wider tensor parallelism."""
+    """Repeat KV heads: the exact reverse of pooling.
+
+    For tests, and for tensor parallelism beyond the number of KV heads.
+    """
     from gqaconvert.surgery.expand import expand
 
     with byte_progress("expanding") as progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,9 +20,20 @@ def inspect_command(
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    heads: Annotated[
+        bool,
+        typer.Option("--heads", help="Read K and V and tell how alike the KV heads are."),
+    ] = False,
+    figure: Annotated[
+        Path | None,
+        typer.Option(help="With --heads: draw a heat map; .png, .svg or .pdf.", show_default=False),
+    ] = None,
     aliases: Annotated[bool, typer.Option("--aliases", help="List the aliases and stop.")] = False,
 ) -> None:
-    """Tell a model's attention, its KV cache and its legal --kv-heads, without reading weights."""
+    """Tell what a model is, and what it can become.
+
+    Attention, KV cache and legal --kv-heads, from headers and config; weights are not read.
+    """
     if aliases:
         from gqaconvert.checkpoint.sources import ALIASES
 
@@ -31,6 +43,11 @@ def inspect_command(
         return
     if model is None:
         raise typer.BadParameter("a folder, Hub id or alias is needed", param_hint="MODEL")
+    if heads:
+        from gqaconvert.cli.inspect_heads import show_heads
+
+        show_heads(model, revision, figure, as_json=as_json)
+        return
     from gqaconvert.attention.inspection import inspect
 
     inspection = inspect(model, revision)
@@ -43,6 +60,7 @@ def inspect_command(
 def _show(found: Inspection) -> None:
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.layer_kinds.items())
     window = f", window {found.sliding_window}" if found.sliding_window else ""
+    kv_bytes = format_memory(found.kv_bytes_per_token) if found.kv_bytes_per_token else "unknown"
     facts = [
         ["class", f"{', '.join(found.architectures) or '?'} ({found.model_type})"],
         *([["becomes", f"{found.becomes}, its equal, when converted"]] if found.becomes else []),
@@ -66,7 +84,7 @@ def _show(found: Inspection) -> None:
             f"{format_count(found.parameters)} parameters, {format_bytes(found.size_bytes)},"
             f" {found.dtype}",
         ],
-        ["KV cache", f"{format_memory(found.kv_bytes_per_token)} a token in {found.dtype}"],
+        ["KV cache", f"{kv_bytes} a token in {found.dtype}"],
     ]
     for name, value in facts:
         typer.echo(f"{name:<10} {value}")
@@ -76,7 +94,7 @@ def _show(found: Inspection) -> None:
             [
                 str(found.num_kv_heads),
                 found.attention,
-                format_memory(found.kv_bytes_per_token),
+                kv_bytes,
                 "1",
                 "(as it is)",
             ]

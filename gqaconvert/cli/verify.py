@@ -33,7 +33,10 @@ def verify_command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check headers, shapes, copied and pooled tensors, and that the model class takes them all."""
+    """Prove that an output is what its conversion promised.
+
+    Headers, shapes, hashes, copied and pooled tensors, and that the model class takes them all.
+    """
     from gqaconvert.surgery.verify_model import verify
 
     with byte_progress("comparing") as progress:

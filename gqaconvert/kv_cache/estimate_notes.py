@@ -147,9 +147,9 @@ def _about_memory(config: ModelConfig, question: Question, weights: Weights) -> 
             yield "activations not counted: give --activations"
     if question.gpu is not None:
         yield (
-            "requests that fit = (memory − weights − activations − reserve) ÷ KV of one request,"
-            f" in one piece or in pages of {question.page} tokens; longest: the context that fits"
-            " at this batch"
+            "fit: requests at a time = (memory − weights − activations − reserve) ÷ KV of one"
+            f" request, in one piece or in pages of {question.page} tokens; longest: the context"
+            " that fits at this batch"
         )
     if question.bandwidth or (question.gpu and question.gpu.bandwidth):
         yield (

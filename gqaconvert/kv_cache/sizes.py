@@ -94,7 +94,7 @@ def cached_layers(
     if as_transformers and transformers_caches_all_heads(config):
         kv_heads = config.num_heads
     if kv_heads is not None and kv_heads != config.num_kv_heads:
-        layers = with_kv_heads(layers, config.num_kv_heads, kv_heads)
+        layers = _with_kv_heads(layers, config.num_kv_heads, kv_heads)
     counts = Counter[CachedLayer]()
     passes = _passes(config)
     of_images = config.get("cross_attention_layers") or ()
@@ -200,22 +200,22 @@ def token_bytes(layers: CachedLayers, element: StorageType) -> float:
     return element.size_bytes(row * 64) / 64
 
 
-def kv_bytes_per_token(layers: Iterable[LayerAttention], element_bytes: int) -> int:
+def kv_bytes_per_token(config: ModelConfig, element_bytes: int, kv_heads: int | None = None) -> int:
     """Return what one more token adds to the cache, before any window is full.
 
     Args:
-        layers: the model's layers; those without keys and values, or that reuse another's, add
-            nothing.
+        config: the model.
         element_bytes: bytes of one element of the cache.
+        kv_heads: as if it had been converted to so many; as it is by default.
+
+    Raises:
+        UnsupportedModelError: a kind of cache whose size does not follow from the config.
     """
-    return element_bytes * sum(
-        layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)
-        for layer in layers
-        if layer.kind in _GROWING and not layer.shared
-    )
+    plain = StorageType(f"{element_bytes} bytes", 8 * element_bytes)
+    return int(token_bytes(cached_layers(config, kv_heads), plain))
 
 
-def with_kv_heads(
+def _with_kv_heads(
     layers: Iterable[LayerAttention], before: int, after: int
 ) -> list[LayerAttention]:
     """Return the layers as they are once `before` KV heads have become `after`."""

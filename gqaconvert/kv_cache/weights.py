@@ -22,10 +22,12 @@ class StoredWeights:
     Attributes:
         parameters: elements of floating type.
         size_bytes: of all tensors.
+        dtype: of most of them, as config.json would name it; None to go by the config.
     """
 
     parameters: int
     size_bytes: int
+    dtype: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,10 @@ class Weights:
     def _whole(self, kv_heads: int, kind: StorageType | None) -> int | None:
         if self.size_bytes is not None and (kind is None or self.origin == "given"):
             less = self._fewer_parameters(kv_heads)
-            return self.size_bytes - (1 if less >= 0 else -1) * self.stored_as.size_bytes(abs(less))
+            each = self.stored_as.bits / 8
+            if self.parameters and (self.origin == "given" or self.config.quantization):
+                each = self.size_bytes / self.parameters  # of an unknown mixture of types
+            return self.size_bytes - round(less * each)
         if self.parameters is None:
             return None
         kind = kind or self.stored_as
@@ -113,12 +118,16 @@ def weights_of(
 ) -> Weights:
     """Find out about a model's weights: what the user says, else the headers, else the config."""
     counted = count_parameters(config)
-    kind = STORAGE_TYPES[_NAMES.get(config.dtype or "", "fp16")]
+    dtype = (stored.dtype if stored else None) or config.dtype
+    kind = STORAGE_TYPES[_NAMES.get(dtype or "", "fp16")]
     active = counted.active if counted else None
     matrices = counted.matrices if counted else None
     if given_bytes is not None:
         parameters = counted.total if counted else None
         return Weights(config, "given", parameters, active, matrices, given_bytes, kind)
+    if stored is not None and config.quantization:  # packed elements tell nothing of their number
+        parameters = counted.total if counted else None
+        return Weights(config, "headers", parameters, active, matrices, stored.size_bytes, kind)
     if stored is not None:
         if matrices is None:
             vocabulary = config.vocab_size or 0

@@ -25,7 +25,8 @@ from gqaconvert.surgery.execute import execute, work_digest
 from gqaconvert.surgery.manifest import build_manifest, hash_file
 from gqaconvert.surgery.naming import default_output_name
 from gqaconvert.surgery.options import ConversionOptions
-from gqaconvert.surgery.plan import ConversionPlan, plan_conversion
+from gqaconvert.surgery.plan import ConversionPlan
+from gqaconvert.surgery.planning import plan_conversion
 from gqaconvert.surgery.source import SourceCheckpoint, open_source
 from gqaconvert.surgery.tokenizer_files import lacking_tokenizer_files
 from gqaconvert.surgery.verify import Check, verify_against_plan

@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from gqaconvert.attention.recognise import recognise
-from gqaconvert.checkpoint.index import CheckpointIndex, StoredFile, StoredTensor
 from gqaconvert.checkpoint.reader import Array
+from gqaconvert.checkpoint.tensors import CheckpointIndex, StoredFile, StoredTensor
 from gqaconvert.errors import UnsupportedModelError
 from gqaconvert.kv_cache.model_config import parse_config
 from gqaconvert.surgery.options import REPEAT, ConversionOptions
-from gqaconvert.surgery.plan import ConversionPlan, PlannedTensor, plan_conversion
+from gqaconvert.surgery.plan import ConversionPlan, PlannedTensor
+from gqaconvert.surgery.planning import plan_conversion
 from gqaconvert.surgery.pooling import changed_blocks
 
 if TYPE_CHECKING:

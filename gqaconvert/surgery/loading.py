@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from gqaconvert.errors import VerificationError
 from gqaconvert.surgery.verify import Check
 
-_FORWARD_THROUGH = {"Llama4ForConditionalGeneration": "language_model"}
+FORWARD_THROUGH = {"Llama4ForConditionalGeneration": "language_model"}
 """Composite classes whose own forward fails without an image in transformers 5.24."""
 
 _PROMPT_TOKENS = 24
@@ -60,12 +60,12 @@ def check_forward(folder: Path, cached_heads: int) -> list[Check]:
     Raises:
         VerificationError: whichever does not hold.
     """
-    with _quiet():
+    with quiet_transformers():
         # Eager attention, which every class has, and which in some is right where sdpa is not.
-        model: Any = _model_class(folder).from_pretrained(
+        model: Any = model_class(folder).from_pretrained(
             folder, dtype=_dtype_that_fits(folder), attn_implementation="eager"
         )
-        model = getattr(model, _FORWARD_THROUGH.get(type(model).__name__, ""), model).eval()
+        model = getattr(model, FORWARD_THROUGH.get(type(model).__name__, ""), model).eval()
         prompt = _prompt(model.config)
         with torch.inference_mode():
             logits = model(input_ids=prompt, use_cache=False).logits.double()
@@ -154,14 +154,15 @@ def _cached_keys(cache: object) -> Iterator[torch.Tensor]:
 
 
 def _load_on_meta(folder: Path) -> tuple[Any, dict[str, Any]]:
-    with _quiet():
-        model, found = _model_class(folder).from_pretrained(
+    with quiet_transformers():
+        model, found = model_class(folder).from_pretrained(
             folder, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=True
         )
     return model, found
 
 
-def _model_class(folder: Path) -> Any:  # noqa: ANN401
+def model_class(folder: Path) -> Any:  # noqa: ANN401
+    """Return the class that config.json names, or the one that picks a causal model's class."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     for name in getattr(config, "architectures", None) or []:
         if hasattr(transformers, name):
@@ -184,7 +185,7 @@ def _dtype_that_fits(folder: Path) -> torch.dtype | str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Silence transformers, whose loading reports become errors of ours."""
     logger = logging.getLogger("transformers")
     level = logger.level

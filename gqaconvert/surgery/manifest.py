@@ -11,8 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from gqaconvert.checkpoint.index import CheckpointIndex
 from gqaconvert.checkpoint.sidecars import Sidecars
+from gqaconvert.checkpoint.tensors import CheckpointIndex
 from gqaconvert.surgery.plan import ConversionPlan
 
 FORMAT = 1

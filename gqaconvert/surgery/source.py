@@ -9,9 +9,10 @@ from pathlib import Path
 from gqaconvert.attention.equivalents import find_equivalent
 from gqaconvert.attention.geometry import Attention
 from gqaconvert.attention.recognise import recognise
-from gqaconvert.checkpoint.index import CheckpointIndex, read_index
+from gqaconvert.checkpoint.index import read_index
 from gqaconvert.checkpoint.sidecars import CONFIG
 from gqaconvert.checkpoint.sources import resolve_source
+from gqaconvert.checkpoint.tensors import CheckpointIndex
 from gqaconvert.kv_cache.model_config import ModelConfig, read_config
 from gqaconvert.surgery.manifest import SourceIdentity
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gqaconvert.attention.recognise import recognise
-from gqaconvert.checkpoint.index import CheckpointIndex, read_index
+from gqaconvert.checkpoint.index import read_index
 from gqaconvert.checkpoint.reader import NUMPY_TYPES, Array, TensorReader
 from gqaconvert.checkpoint.sidecars import CONFIG, Sidecars, edit_config, read_json_object
+from gqaconvert.checkpoint.tensors import CheckpointIndex
 from gqaconvert.errors import VerificationError
 from gqaconvert.kv_cache.model_config import read_config
 from gqaconvert.surgery.plan import ConversionPlan, PlannedTensor

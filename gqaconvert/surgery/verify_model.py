@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from gqaconvert.attention.recognise import recognise
-from gqaconvert.checkpoint.index import CheckpointIndex, read_index
+from gqaconvert.checkpoint.index import read_index
 from gqaconvert.checkpoint.reader import TensorReader
 from gqaconvert.checkpoint.sidecars import find_sidecars, read_json_object
 from gqaconvert.checkpoint.staging import MANIFEST
+from gqaconvert.checkpoint.tensors import CheckpointIndex
 from gqaconvert.errors import CheckpointError, UsageError, VerificationError
 from gqaconvert.kv_cache.model_config import read_config
 from gqaconvert.surgery.loading import check_class, check_forward
 from gqaconvert.surgery.manifest import FORMAT, hash_file
 from gqaconvert.surgery.options import ConversionOptions
-from gqaconvert.surgery.plan import ConversionPlan, plan_conversion
+from gqaconvert.surgery.plan import ConversionPlan
+from gqaconvert.surgery.planning import plan_conversion
 from gqaconvert.surgery.source import SourceCheckpoint, open_source
 from gqaconvert.surgery.verify import (
     Check,
@@ -84,7 +86,7 @@ def verify(
     if forward:
         attention = recognise(index.tensors, read_config(folder))
         checks += check_forward(folder, attention.cached_heads)
-    return Verification(folder, tuple(checks))
+    return Verification(folder, tuple(dict.fromkeys(checks)))
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from checkpoints import NUMPY, llama_config, llama_tensors, write_safetensors
 
 import gqaconvert
 from gqaconvert.attention.recognise import recognise
-from gqaconvert.checkpoint.index import StoredTensor, read_index
+from gqaconvert.checkpoint.index import read_index
+from gqaconvert.checkpoint.tensors import StoredTensor
 from gqaconvert.errors import CheckpointError, GqaconvertError, UnsupportedModelError
 from gqaconvert.kv_cache.model_config import parse_config, read_config
 

@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 
-from gqaconvert.checkpoint.index import (
-    SAFETENSORS_INDEX,
-    TORCH_INDEX,
-    CheckpointIndex,
-    parse_header,
-    read_header,
-    read_index,
-)
+from gqaconvert.checkpoint.header import parse_header, read_header
+from gqaconvert.checkpoint.index import SAFETENSORS_INDEX, TORCH_INDEX, read_index
+from gqaconvert.checkpoint.tensors import CheckpointIndex
 from gqaconvert.errors import CheckpointError
 
 TORCH_TYPES = {

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gqaconvert.checkpoint import torch_archive
-from gqaconvert.checkpoint.index import StoredTensor, read_index
+from gqaconvert.checkpoint.index import read_index
+from gqaconvert.checkpoint.tensors import StoredTensor
 from gqaconvert.checkpoint.torch_archive import read_archive
 from gqaconvert.errors import CheckpointError
 

@@ -34,7 +34,7 @@ from gqaconvert.attention.equivalents import MAPPINGS
 from gqaconvert.attention.specs import certified_types
 from gqaconvert.errors import CheckpointError, GqaconvertError, UnsupportedModelError, UsageError
 from gqaconvert.kv_cache.model_config import read_config
-from gqaconvert.surgery import plan
+from gqaconvert.surgery import plan, planning
 
 METHODS = ("mean", "first", "random")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -372,7 +372,8 @@ def _interleaved(num_kv_heads: int, wanted: int, number: int) -> range:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "falcon-new", "stablelm-qk_norm"])
 def test_interleaved_groups_would_be_noticed(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "pooled_sources", _interleaved)
+    for module in (plan, planning):
+        monkeypatch.setattr(module, "pooled_sources", _interleaved)
     with pytest.raises(AssertionError):
         check_round_trip(name, tmp_path)
 
@@ -380,7 +381,8 @@ def test_interleaved_groups_would_be_noticed(name, tmp_path, monkeypatch):
 def test_interleaved_groups_would_move_logits(tmp_path, monkeypatch):
     model = build("llama", num_kv_heads=2)
     save(model, tmp_path / "narrow")
-    monkeypatch.setattr(plan, "pooled_sources", _interleaved)
+    for module in (plan, planning):
+        monkeypatch.setattr(module, "pooled_sources", _interleaved)
     gqaconvert.expand(tmp_path / "narrow", tmp_path / "wide", num_kv_heads=4)
     assert largest_difference(logits(load_cleanly(tmp_path / "wide")), logits(model)) > 0.1
 
@@ -428,7 +430,7 @@ def test_values_left_alone_would_be_noticed(name, tmp_path, monkeypatch):
 
 def test_a_config_left_alone_is_noticed_before_the_output_gets_its_name(tmp_path, monkeypatch):
     save(build("llama"), tmp_path / "source")
-    monkeypatch.setattr(plan, "_config_edits", lambda *_: iter(()))
+    monkeypatch.setattr(planning, "_config_edits", lambda *_: iter(()))
     with pytest.raises(CheckpointError, match="config says 4 KV heads, the tensors hold 2"):
         gqaconvert.convert(tmp_path / "source", tmp_path / "out", num_kv_heads=2)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]

@@ -14,7 +14,7 @@ from gqaconvert.attention.equivalents.gpt_neox import read_gpt_neox
 from gqaconvert.attention.equivalents.gptj import read_codegen, read_gptj
 from gqaconvert.attention.equivalents.opt import read_opt
 from gqaconvert.attention.equivalents.rewriting import Equivalent
-from gqaconvert.checkpoint.index import CheckpointIndex
+from gqaconvert.checkpoint.tensors import CheckpointIndex
 from gqaconvert.errors import UnsupportedModelError
 from gqaconvert.kv_cache.model_config import ModelConfig
 

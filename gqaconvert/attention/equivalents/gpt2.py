@@ -13,7 +13,7 @@ import numpy as np
 from gqaconvert.attention.equivalents.options import carried, require
 from gqaconvert.attention.equivalents.rewriting import Equivalent, Rewriting
 from gqaconvert.attention.equivalents.weights import Array, interleaved_heads, wide
-from gqaconvert.checkpoint.index import CheckpointIndex
+from gqaconvert.checkpoint.tensors import CheckpointIndex
 from gqaconvert.kv_cache.model_config import ModelConfig
 
 TARGET = "GPTBigCodeForCausalLM"

@@ -19,7 +19,7 @@ from typing import Any
 from gqaconvert.attention.equivalents.options import carried, require, rope_parameters
 from gqaconvert.attention.equivalents.rewriting import Equivalent, Rewriting
 from gqaconvert.attention.equivalents.weights import fold_gain, fold_shift, per_head_rows, wide
-from gqaconvert.checkpoint.index import CheckpointIndex, StoredTensor
+from gqaconvert.checkpoint.tensors import CheckpointIndex, StoredTensor
 from gqaconvert.kv_cache.model_config import ModelConfig
 
 PARTS = ("q_proj", "k_proj", "v_proj")

@@ -12,7 +12,7 @@ from typing import Any
 from gqaconvert.attention.equivalents.options import carried
 from gqaconvert.attention.equivalents.rewriting import Equivalent, Rewriting
 from gqaconvert.attention.equivalents.weights import Array, halves_from_pairs
-from gqaconvert.checkpoint.index import CheckpointIndex
+from gqaconvert.checkpoint.tensors import CheckpointIndex
 from gqaconvert.errors import UnsupportedModelError
 from gqaconvert.kv_cache.model_config import ModelConfig
 

@@ -10,7 +10,7 @@ from gqaconvert.attention.equivalents.gpt2 import TARGET
 from gqaconvert.attention.equivalents.options import carried, require
 from gqaconvert.attention.equivalents.rewriting import Equivalent, Rewriting
 from gqaconvert.attention.equivalents.weights import interleaved_heads
-from gqaconvert.checkpoint.index import CheckpointIndex
+from gqaconvert.checkpoint.tensors import CheckpointIndex
 from gqaconvert.kv_cache.model_config import ModelConfig
 
 _TOKENS = {"bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from gqaconvert.checkpoint.index import CheckpointIndex, Derived, StoredTensor
+from gqaconvert.checkpoint.tensors import CheckpointIndex, Derived, StoredTensor
 from gqaconvert.errors import CheckpointError, UnsupportedModelError
 from gqaconvert.kv_cache.model_config import ModelConfig, parse_config
 from gqaconvert.units import ELEMENT_TYPES
