@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gqaconvert.attention.estimation import estimate as estimate
     from gqaconvert.attention.inspection import inspect as inspect
+    from gqaconvert.evaluation.evaluate import evaluate as evaluate
     from gqaconvert.surgery.convert import convert as convert
     from gqaconvert.surgery.expand import expand as expand
     from gqaconvert.surgery.in_memory import convert_model as convert_model
@@ -24,12 +25,22 @@ _PLACES = {
     "convert": "gqaconvert.surgery.convert",
     "convert_model": "gqaconvert.surgery.in_memory",
     "estimate": "gqaconvert.attention.estimation",
+    "evaluate": "gqaconvert.evaluation.evaluate",
     "expand": "gqaconvert.surgery.expand",
     "inspect": "gqaconvert.attention.inspection",
     "verify": "gqaconvert.surgery.verify_model",
 }
 
-__all__ = ["__version__", "convert", "convert_model", "estimate", "expand", "inspect", "verify"]
+__all__ = [
+    "__version__",
+    "convert",
+    "convert_model",
+    "estimate",
+    "evaluate",
+    "expand",
+    "inspect",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401

@@ -43,6 +43,8 @@ def inspect_command(
         return
     if model is None:
         raise typer.BadParameter("a folder, Hub id or alias is needed", param_hint="MODEL")
+    if figure is not None and not heads:
+        raise typer.BadParameter("only --heads has a figure", param_hint="--figure")
     if heads:
         from gqaconvert.cli.inspect_heads import show_heads
 

@@ -12,10 +12,13 @@ import traceback
 
 import typer
 
+from gqaconvert.cli.bench import bench_command
 from gqaconvert.cli.convert import convert_command
 from gqaconvert.cli.estimate import estimate_command
+from gqaconvert.cli.evaluate import evaluate_command
 from gqaconvert.cli.expand import expand_command
 from gqaconvert.cli.inspect import inspect_command
+from gqaconvert.cli.sweep import sweep_command
 from gqaconvert.cli.terminal import settings
 from gqaconvert.cli.verify import verify_command
 from gqaconvert.errors import GqaconvertError
@@ -35,6 +38,9 @@ app.command("estimate")(estimate_command)
 app.command("convert")(convert_command)
 app.command("verify")(verify_command)
 app.command("expand")(expand_command)
+app.command("bench")(bench_command)
+app.command("sweep")(sweep_command)
+app.command("evaluate")(evaluate_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from checkpoints import llama_tensors, write_llama, write_safetensors
 
-VERBS = ["inspect", "convert", "verify", "expand"]
+VERBS = ["inspect", "estimate", "convert", "verify", "expand", "evaluate", "bench", "sweep"]
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

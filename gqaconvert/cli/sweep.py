@@ -1,0 +1,128 @@
+"""`gqaconvert sweep`: convert to each number of KV heads and measure each: the trade-off curve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from gqaconvert.cli.lists import listed, whole
+from gqaconvert.cli.terminal import say, show_json, show_table
+from gqaconvert.units import format_memory
+
+if TYPE_CHECKING:
+    from gqaconvert.evaluation.sweep_results import Sweep, SweepPoint
+
+
+def sweep_command(
+    model: Annotated[str, typer.Argument(help="Folder, Hub id or alias.", show_default=False)],
+    kv_heads: Annotated[
+        str | None,
+        typer.Option(help="Such as 16,8,4,2,1. Default: all legal ones.", show_default=False),
+    ] = None,
+    method: Annotated[str, typer.Option(help="Of pooling: mean, first, random.")] = "mean",
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            help="Cache kinds to measure too, such as quantised:int4,sliding:256,h2o:256.",
+            show_default=False,
+        ),
+    ] = None,
+    cache_of_all: Annotated[
+        bool, typer.Option("--cache-of-all", help="Measure them on every conversion as well.")
+    ] = False,
+    text: Annotated[
+        str, typer.Option(help="bundled, a file, or dataset:NAME[:CONFIG[:SPLIT]].")
+    ] = "bundled",
+    context: Annotated[int, typer.Option(min=2, help="Tokens a window.")] = 512,
+    windows: Annotated[int, typer.Option(min=0, help="How many; 0 for the whole text.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Windows read at once.")] = 1,
+    cache_windows: Annotated[
+        int, typer.Option(min=1, help="Windows decoded through each cache kind.")
+    ] = 2,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to run.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of the weights; auto as they are.")] = "auto",
+    attn: Annotated[
+        str, typer.Option(help="Attention: sdpa, packed, eager, flash_attention_2 or flex.")
+    ] = "sdpa",
+    seed: Annotated[int, typer.Option(help="For --method random.")] = 0,
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the converted folders.")] = False,
+    out: Annotated[
+        Path, typer.Option(help="Folder for sweep.json, the figures and the conversions.")
+    ] = Path("sweep"),
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Convert and measure each in turn; a stopped sweep goes on where it was."""
+    counts = listed(kv_heads, whole("--kv-heads"))
+    from gqaconvert.evaluation.sweep import run_sweep
+    from gqaconvert.evaluation.sweep_results import SweepSettings
+
+    settings = SweepSettings(
+        kv_heads=counts,
+        methods=listed(method, str),
+        caches=listed(cache, str),
+        caches_of_all=cache_of_all,
+        text=text,
+        context=context,
+        windows=windows or None,
+        batch=batch,
+        cache_windows=cache_windows,
+        dtype=dtype,
+        attn=attn,
+        device=device,
+        keep=keep,
+        seed=seed,
+    )
+    sweep = run_sweep(model, settings, out, revision=revision, progress=say)
+    from gqaconvert.evaluation.figures import draw_sweep
+
+    figures = [out / "sweep.svg", out / "sweep.png"]
+    for path in figures:
+        draw_sweep(sweep.to_json(), path)
+    if as_json:
+        show_json(sweep.to_json())
+    else:
+        _show(sweep)
+    say(f"wrote {', '.join(str(path) for path in [out / 'sweep.json', *figures])}")
+
+
+def _show(sweep: Sweep) -> None:
+    tokens = next(point.kv_tokens for point in sweep.points)
+    headers = [
+        "KV heads", "method", "cache", f"KV of {tokens} tokens", "perplexity", "quality kept",
+        "KL, nats", "top-1 agreement",
+    ]  # fmt: skip
+    show_table(headers, [_row(point) for point in sweep.points], (1, 2))
+    for point in sweep.points:
+        if point.unavailable:
+            say(f"{point.cache_kind} with {point.kv_heads} KV heads: {point.unavailable}")
+    if any(point.kind == "cache" for point in sweep.points):
+        say(
+            "note: through a cache, perplexity is that of tokens decoded one by one after"
+            f" {sweep.settings['cache_prefill']} were read; quality kept is held to the source's"
+            " own cache, measured in the same way"
+        )
+
+
+def _row(point: SweepPoint) -> list[str]:
+    size = "-" if point.kv_bytes is None else format_memory(point.kv_bytes)
+    quality = "-" if point.quality is None else f"{point.quality:.3f}"
+    cache = "" if point.kind != "cache" else point.cache_kind
+    return [
+        str(point.kv_heads),
+        point.method or "(source)",
+        cache,
+        size,
+        _with_error(point.perplexity, point.perplexity_stderr, "{:.4g}"),
+        quality,
+        _with_error(point.kl, point.kl_stderr, "{:.3g}"),
+        _with_error(point.top1, point.top1_stderr, "{:.3f}"),
+    ]
+
+
+def _with_error(value: float | None, stderr: float | None, form: str) -> str:
+    if value is None:
+        return "-"
+    return form.format(value) + ("" if stderr is None else f" ± {stderr:.2g}")
