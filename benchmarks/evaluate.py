@@ -90,22 +90,27 @@ def main() -> None:
         contestants[f"lm-eval, batch {batch}"] = theirs(batch)
         contestants[f"gqaconvert, batch {batch}"] = ours(batch)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in contestants}
     losses = {}
     for run in range(arguments.runs + 1):  # the first warms up
         for name, measure in contestants.items():
             gc.collect()
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.process_time()
             losses[name] = measure()
             if run:
                 seconds[name].append(time.perf_counter() - started)
+                cpu_seconds[name].append(time.process_time() - cpu_started)
     base = statistics.median(seconds["plain loop, batch 1"])
-    print(f"{'':24}{'tokens/s':>10}{'fastest':>10}{'× plain':>9}{'nats a token':>14}")
+    print(
+        f"{'':24}{'tokens/s':>10}{'fastest':>10}{'× plain':>9}{'CPU s':>8}{'least':>8}"
+        f"{'nats a token':>14}"
+    )
     for name, runs in seconds.items():
         median = statistics.median(runs)
         loss = losses[name] / sum(window.num_scored for window in windows)
         print(
             f"{name:24}{tokens / median:10,.0f}{tokens / min(runs):10,.0f}{base / median:9.2f}"
-            f"{loss:14.5f}"
+            f"{statistics.median(cpu_seconds[name]):8.2f}{min(cpu_seconds[name]):8.2f}{loss:14.5f}"
         )
     spread = max(losses.values()) / min(losses.values()) - 1
     if spread > (1e-4 if arguments.dtype == "float32" else 1e-2):
@@ -126,6 +131,7 @@ def main() -> None:
             "versions": library_versions("lm-eval"),
             "tokens": tokens,
             "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
             "nats": losses,
         }
         arguments.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

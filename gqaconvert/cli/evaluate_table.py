@@ -44,6 +44,8 @@ def show_evaluation(evaluation: Evaluation) -> None:
 
 def figure(value: float, stderr: float | None = None) -> str:
     """Write a figure with as many digits as its error leaves it: 22.6 ± 1.5."""
+    if stderr is None and value.is_integer():
+        return f"{value:,.0f}"
     scale = abs(stderr) if stderr else abs(value) / 100
     digits = 0 if scale >= 10 or not 0 < scale < float("inf") else 1
     while digits and scale < 1 and digits < 4:
@@ -170,22 +172,36 @@ def _notes(evaluation: Evaluation) -> list[str]:
         of_all = len(names) == len(evaluation.models)
         where = "" if of_all else f" of {', '.join(names)}"
         notes.append(f"{metric}{where} was not measured: {reason}")
+    return [*notes, *_chance_notes(evaluation), *_collapse_notes(evaluation)]
+
+
+def _chance_notes(evaluation: Evaluation) -> list[str]:
+    names = [
+        model.name
+        for model in evaluation.models
+        if "needle" in model.measurements and model.measurements["needle"].detail["at_chance"]
+    ]
+    if not names:
+        return []
+    return [f"at chance, so that the needle tells nothing about them: {', '.join(names)}"]
+
+
+def _collapse_notes(evaluation: Evaluation) -> list[str]:
     base = _baseline_perplexity(evaluation)
-    for model in evaluation.models:
-        needle = model.measurements.get("needle")
-        if needle is not None and needle.detail["at_chance"]:
-            notes.append(
-                f"{model.name} finds the needle no better than by chance, so the probe tells"
-                " nothing about it"
-            )
-        perplexity = model.measurements.get("perplexity")
-        if base and perplexity and perplexity.value > _COLLAPSE * base:
-            notes.append(
-                f"the perplexity of {model.name} is {perplexity.value / base:,.1f} times the"
-                " baseline's. Pooling without training does that: an averaged head attends to"
-                " what none of its heads did. Train it further before it is used"
-            )
-    return notes
+    times = [
+        f"{model.measurements['perplexity'].value / base:,.1f} ({model.name})"
+        for model in evaluation.models
+        if base
+        and "perplexity" in model.measurements
+        and model.measurements["perplexity"].value > _COLLAPSE * base
+    ]
+    if not times:
+        return []
+    return [
+        f"perplexity is {', '.join(times)} times the baseline's. Pooling without training does"
+        " that: an averaged head attends to what none of its heads did. Train such a model further"
+        " before it is used"
+    ]
 
 
 def _baseline_perplexity(evaluation: Evaluation) -> float | None:

@@ -235,7 +235,8 @@ class TestErrors:
         )
         slow = (
             "from gqaconvert.checkpoint.staging import StagedFolder\nrecord = StagedFolder.record\n"
-            "def slow(self, step, facts):\n    record(self, step, facts)\n    time.sleep(0.1)\n"
+            "def slow(self, step, facts):\n    record(self, step, facts)\n"
+            "    time.sleep(5 if len(self.done) == 2 else 0)\n"
             "StagedFolder.record = slow\n"
         )
         words = ["convert", tmp_path / "model", tmp_path / "out", "--kv-heads", 2, "--workers", 1]

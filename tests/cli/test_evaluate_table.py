@@ -18,6 +18,7 @@ from gqaconvert.cli.evaluate_table import figure
         (2.459, 0.186, "2.46 ± 0.19"),
         (25.31, None, "25.31"),
         (8192.0, None, "8,192"),
+        (512.0, None, "512"),
         (0.0, 0.0, "0 ± 0"),
         (math.inf, None, "inf"),
         (math.inf, math.inf, "inf ± inf"),

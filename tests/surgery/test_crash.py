@@ -41,22 +41,24 @@ class Run:
     Forked rather than started: thirty imports of the package take longer than the conversions.
     """
 
-    def __init__(self, source: Path, out: Path, *, resume: bool = False) -> None:
+    def __init__(
+        self, source: Path, out: Path, *, resume: bool = False, hold_s: float = 0.0
+    ) -> None:
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
             try:
-                self._convert(source, out, resume)
+                self._convert(source, out, resume, hold_s)
                 code = 0
             finally:
                 os._exit(code)
 
-    def _convert(self, source: Path, out: Path, resume: bool) -> None:
+    def _convert(self, source: Path, out: Path, resume: bool, hold_s: float) -> None:
         record, finish = StagedFolder.record, StagedFolder.finish
 
         def slow_record(staged, step, facts):
             record(staged, step, facts)
-            time.sleep(0.004)
+            time.sleep(0.004 if len(staged.done) > 1 else hold_s)
 
         def slow_finish(staged):
             time.sleep(0.05)
@@ -203,7 +205,7 @@ def test_a_full_device_keeps_the_work_for_a_resume(source, tmp_path, monkeypatch
 
 
 def test_two_processes_do_not_write_one_output(source, tmp_path):
-    process = Run(source, tmp_path / "out")
+    process = Run(source, tmp_path / "out", hold_s=5)
     try:
         while not (staging_path(tmp_path / "out") / JOURNAL).exists():
             time.sleep(0.005)
