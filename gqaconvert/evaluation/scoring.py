@@ -35,12 +35,10 @@ class Scored:
     Attributes:
         window: what was read.
         nll: negative log-likelihood in nats of each scored token, (S,), float32, on the CPU.
-        hits: whether the token was the likeliest of all, (S,); None where it was not asked for.
     """
 
     window: Window
     nll: torch.Tensor
-    hits: torch.Tensor | None = None
 
 
 class Reader:
@@ -146,7 +144,6 @@ def score(
     windows: Sequence[Window],
     *,
     batch_size: int = 1,
-    hits: bool = False,
     reader: Reader | None = None,
 ) -> Iterator[Scored]:
     """Score every window, in order.
@@ -155,21 +152,16 @@ def score(
         loaded: the model.
         windows: what to read.
         batch_size: windows read at once; changes speed and memory, not results.
-        hits: whether to tell which tokens were the likeliest.
         reader: of the same model, to use it again.
     """
     reader = reader or Reader(loaded)
     for batch in batches(windows, batch_size):
-        losses, correct = [], []
+        losses = []
         for logits, targets in zip(reader.read(batch), reader.targets(batch), strict=True):
             losses.append(functional.cross_entropy(logits, targets, reduction="none").cpu())
-            if hits:
-                correct.append((logits.argmax(-1) == targets).cpu())
         sizes = [window.num_scored for window in batch]
-        found = torch.split(torch.cat(correct), sizes) if hits else [None] * len(batch)
-        each_nll = torch.split(torch.cat(losses), sizes)
-        for window, nll, right in zip(batch, each_nll, found, strict=True):
-            yield Scored(window, nll, right)
+        for window, nll in zip(batch, torch.split(torch.cat(losses), sizes), strict=True):
+            yield Scored(window, nll)
 
 
 def _hidden(body: Any, token_ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
