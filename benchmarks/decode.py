@@ -28,9 +28,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from gqaconvert.evaluation.bench import run_bench
 from gqaconvert.evaluation.bench_results import Bench, BenchSettings
 from gqaconvert.evaluation.cache_kinds import cache_kind
-from gqaconvert.evaluation.models import LoadedModel, load_model
 from gqaconvert.kv_cache.model_config import read_config
 from gqaconvert.kv_cache.question import parse_tokens
+from gqaconvert.modelling.models import LoadedModel, load_model
 
 
 def median_ms(run: Callable[[], object], repeats: int) -> float:

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 
-from gqaconvert.evaluation.models import load_model
+from gqaconvert.corpus.text import load_text
+from gqaconvert.corpus.windows import strided_windows
 from gqaconvert.evaluation.results import library_versions
 from gqaconvert.evaluation.scoring import Reader, score
-from gqaconvert.evaluation.text import load_text
-from gqaconvert.evaluation.windows import strided_windows
+from gqaconvert.modelling.models import load_model
 
 
 def plain_loop(model: Any, windows: list[Any]) -> float:  # noqa: ANN401

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import zoo
 
-from gqaconvert.evaluation.models import LoadedModel
+from gqaconvert.modelling.models import LoadedModel
 
 
 def load(name: str, attn: str = "sdpa", kv_heads: int | None = None) -> LoadedModel:

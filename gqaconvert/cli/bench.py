@@ -70,7 +70,7 @@ def bench_command(
     )
     from gqaconvert.evaluation.bench import run_bench
     from gqaconvert.evaluation.cache_kinds import cache_kind
-    from gqaconvert.evaluation.models import load_model
+    from gqaconvert.modelling.models import load_model
 
     kinds = [cache_kind(spec) for spec in listed(cache, str)]
     loaded = [load_model(name, dtype=dtype, device=device, attn=attn) for name in models]

@@ -34,9 +34,9 @@ from gqaconvert.evaluation.bench_results import (
 from gqaconvert.evaluation.cache_kinds import CacheKind, CacheUnavailable
 from gqaconvert.evaluation.latency import Decode, Prefill, TimedModel, check_context
 from gqaconvert.evaluation.machine import describe_machine, free_bytes, torch_threads
-from gqaconvert.evaluation.models import LoadedModel
 from gqaconvert.evaluation.results import library_versions
 from gqaconvert.kv_cache.roofline import decode_tokens_per_s
+from gqaconvert.modelling.models import LoadedModel
 from gqaconvert.units import format_memory
 
 

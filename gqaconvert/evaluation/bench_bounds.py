@@ -8,11 +8,11 @@ from itertools import pairwise
 
 from gqaconvert.attention.geometry import attention_kind
 from gqaconvert.errors import UnsupportedModelError, UsageError
-from gqaconvert.evaluation.models import LoadedModel
 from gqaconvert.kv_cache.element_types import storage_type
 from gqaconvert.kv_cache.model_config import read_config
 from gqaconvert.kv_cache.sizes import cache_bytes, cached_layers
 from gqaconvert.kv_cache.weights import StoredWeights, weights_of
+from gqaconvert.modelling.models import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)

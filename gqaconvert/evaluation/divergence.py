@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from gqaconvert.corpus.windows import Window, batches, fingerprint_windows
 from gqaconvert.errors import UsageError
-from gqaconvert.evaluation.models import LoadedModel
 from gqaconvert.evaluation.results import Measurement, library_versions
 from gqaconvert.evaluation.scoring import Reader
 from gqaconvert.evaluation.window_means import WindowMean
-from gqaconvert.evaluation.windows import Window, batches, fingerprint_windows
+from gqaconvert.modelling.models import LoadedModel
 
 METRIC = "divergence"
 

@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 import torch
 
+from gqaconvert.corpus.text import load_text
 from gqaconvert.errors import GqaconvertError
 from gqaconvert.evaluation.divergence import check_tokenizers
 from gqaconvert.evaluation.measured_model import MeasuredModel, Placement, find_models
 from gqaconvert.evaluation.results import Measurement, ResultStore
 from gqaconvert.evaluation.steps import Step, plan_steps
 from gqaconvert.evaluation.suite import Suite, load_suite
-from gqaconvert.evaluation.text import load_text
 
 _SAMPLE_CHARACTERS = 20_000
 

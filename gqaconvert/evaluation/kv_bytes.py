@@ -9,11 +9,11 @@ import torch
 
 from gqaconvert.errors import UnsupportedModelError
 from gqaconvert.evaluation.cache_bytes import cache_bytes as measured_bytes
-from gqaconvert.evaluation.models import LoadedModel
 from gqaconvert.evaluation.results import Measurement, library_versions
 from gqaconvert.kv_cache.element_types import storage_type
 from gqaconvert.kv_cache.model_config import read_config
 from gqaconvert.kv_cache.sizes import cache_bytes, cached_layers, token_bytes
+from gqaconvert.modelling.models import LoadedModel
 
 METRIC = "kv_cache"
 

@@ -19,7 +19,7 @@ from gqaconvert.evaluation.bandwidth import synchronise
 from gqaconvert.evaluation.cache_bytes import cache_bytes
 from gqaconvert.evaluation.cache_kinds import CacheKind
 from gqaconvert.evaluation.machine import watched_memory
-from gqaconvert.evaluation.models import LoadedModel
+from gqaconvert.modelling.models import LoadedModel
 
 Fill = Literal["random", "prompt"]
 

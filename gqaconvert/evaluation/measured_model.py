@@ -10,19 +10,19 @@ from typing import Any
 
 import torch
 
+from gqaconvert.corpus.text import Text
+from gqaconvert.corpus.windows import Window, strided_windows
 from gqaconvert.errors import UsageError
-from gqaconvert.evaluation.models import (
+from gqaconvert.evaluation.scoring import Reader
+from gqaconvert.evaluation.suite import Suite
+from gqaconvert.kv_cache.model_config import read_config
+from gqaconvert.modelling.models import (
     LoadedModel,
     ModelFolder,
     find_model,
     load_model,
     load_tokenizer,
 )
-from gqaconvert.evaluation.scoring import Reader
-from gqaconvert.evaluation.suite import Suite
-from gqaconvert.evaluation.text import EvaluationText
-from gqaconvert.evaluation.windows import Window, strided_windows
-from gqaconvert.kv_cache.model_config import read_config
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MeasuredModel:
 
     found: ModelFolder
     placement: Placement
-    text: EvaluationText
+    text: Text
     suite: Suite
     _kept: dict[str, LoadedModel] = field(default_factory=dict, repr=False)
 
@@ -103,7 +103,7 @@ class MeasuredModel:
 
 
 def find_models(
-    models: list[str | Path], placement: Placement, text: EvaluationText, suite: Suite
+    models: list[str | Path], placement: Placement, text: Text, suite: Suite
 ) -> list[MeasuredModel]:
     """Find all models of a comparison, and check that they can read windows of this length.
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
+from gqaconvert.corpus.text import Text
+from gqaconvert.corpus.windows import Window, leading_tokens
 from gqaconvert.errors import UsageError
-from gqaconvert.evaluation.models import LoadedModel
 from gqaconvert.evaluation.results import Measurement, library_versions
 from gqaconvert.evaluation.scoring import Reader
-from gqaconvert.evaluation.text import EvaluationText
-from gqaconvert.evaluation.windows import Window, leading_tokens
 from gqaconvert.kv_cache.model_config import read_config
+from gqaconvert.modelling.models import LoadedModel
 
 METRIC = "needle"
 CHANCE = 0.25
@@ -53,7 +53,7 @@ class _Trial:
 
 def measure_needle(
     loaded: LoadedModel,
-    text: EvaluationText,
+    text: Text,
     *,
     lengths: Sequence[int],
     depths: Sequence[float],
@@ -131,7 +131,7 @@ def _ask(reader: Reader, trial: _Trial) -> tuple[bool, bool]:
 
 def _trials(
     tokenizer: Any,  # noqa: ANN401
-    text: EvaluationText,
+    text: Text,
     lengths: Sequence[int],
     depths: Sequence[float],
     repeats: int,

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from gqaconvert.corpus.windows import Window, fingerprint_windows
 from gqaconvert.errors import GqaconvertError
-from gqaconvert.evaluation.models import LoadedModel
 from gqaconvert.evaluation.results import Measurement, library_versions
 from gqaconvert.evaluation.scoring import Reader, score
 from gqaconvert.evaluation.window_means import WindowMean
-from gqaconvert.evaluation.windows import Window, fingerprint_windows
+from gqaconvert.modelling.models import LoadedModel
 
 METRIC = "perplexity"
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from gqaconvert.corpus.windows import Window, batches, fingerprint_windows
 from gqaconvert.evaluation.divergence import check_vocabulary
-from gqaconvert.evaluation.models import LoadedModel, ModelFolder
 from gqaconvert.evaluation.scoring import Reader
-from gqaconvert.evaluation.windows import Window, batches, fingerprint_windows
+from gqaconvert.modelling.models import LoadedModel, ModelFolder
 
 _ABOUT = "about.json"
 _SMALLEST_REMAINDER = 1e-12

@@ -7,25 +7,18 @@ model runs once, and its head runs over a few hundred positions at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn import functional
-from transformers.utils.generic import ModelOutput
 
+from gqaconvert.corpus.windows import Window, batches
 from gqaconvert.errors import UnsupportedModelError
-from gqaconvert.evaluation.models import LoadedModel
-from gqaconvert.evaluation.windows import Window, batches
+from gqaconvert.modelling.head import body_hidden, find_body, head_logits, plain_logits
+from gqaconvert.modelling.models import LoadedModel
 
 CHUNK_TOKENS = {"cpu": 128, "cuda": 512}
 """Positions whose logits are held at a time: what stays near the processor, and keeps it busy."""
-
-_TRIAL_TOKENS = 8
-_SAME_LOGITS = {torch.float32: 1e-4, torch.float64: 1e-8}
-_SAME_ROUNDED_LOGITS = 5e-2
-"""Largest difference between logits in chunks and at once, in standard deviations of the logits."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +37,8 @@ class Scored:
 class Reader:
     """Runs the body of a model over windows, and its head over chunks of positions.
 
-    The head runs through the class's own forward, in which the body is replaced for the moment by
-    one that returns the hidden states already computed; so scales and caps that a class puts on
-    its logits (Gemma 2, Cohere, Granite, ...) hold. Both ways are compared on a few tokens at the
-    start; a class in which they differ is read with all logits of a batch at once.
+    A class whose body and head cannot run apart is read with all logits of a batch at once, see
+    `modelling.head`.
 
     Args:
         loaded: the model.
@@ -68,8 +59,8 @@ class Reader:
         self._model = loaded.model
         self._device = loaded.device
         self._chunk_tokens = chunk_tokens or CHUNK_TOKENS[loaded.device]
-        self.vocabulary = 0
-        self._body = self._find_body()
+        self._body = find_body(self._model)
+        self.vocabulary = self._count_vocabulary()
 
     @property
     def in_chunks(self) -> bool:
@@ -89,54 +80,23 @@ class Reader:
         first = windows[0].first_scored
         with torch.inference_mode():
             if self._body is not None:
-                hidden = _hidden(self._body, token_ids)[:, first - 1 : -1].flatten(0, 1)
+                hidden = body_hidden(self._body, token_ids)[:, first - 1 : -1].flatten(0, 1)
                 for chunk in torch.split(hidden, self._chunk_tokens):
-                    yield self._head(self._body, chunk[None]).squeeze(0).float()
+                    yield head_logits(self._model, self._body, chunk[None]).squeeze(0).float()
             else:
-                logits = self._plain(token_ids)[:, first - 1 : -1].flatten(0, 1)
+                logits = plain_logits(self._model, token_ids)[:, first - 1 : -1].flatten(0, 1)
                 for chunk in torch.split(logits, self._chunk_tokens):
                     yield chunk.float()
+
+    def _count_vocabulary(self) -> int:
+        token = torch.zeros(1, 1, dtype=torch.long, device=self._device)
+        with torch.inference_mode():
+            return int(plain_logits(self._model, token).shape[-1])
 
     def targets(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
         """Yield the scored tokens themselves, (C,), in the chunks of `read`."""
         scored = [token for window in windows for token in window.token_ids[window.first_scored :]]
         yield from torch.split(torch.tensor(scored, device=self._device), self._chunk_tokens)
-
-    def _plain(self, token_ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._model(input_ids=token_ids, use_cache=False).logits
-        return logits
-
-    def _head(self, body: Any, hidden: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-        placeholder = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        with _replaced_forward(body, _BodyOutput(last_hidden_state=hidden)):
-            return self._plain(placeholder)
-
-    def _find_body(self) -> Any:  # noqa: ANN401
-        """Return the module whose output the class gives to its head, None where none is found."""
-        vocabulary = int(self._model.config.get_text_config().vocab_size)
-        generator = torch.Generator().manual_seed(0)
-        token_ids = torch.randint(vocabulary, (2, _TRIAL_TOKENS), generator=generator)
-        token_ids = token_ids.to(self._device)
-        with torch.inference_mode():
-            expected = self._plain(token_ids).double()
-            self.vocabulary = expected.shape[-1]
-            inner = getattr(self._model, "model", None)
-            for body in (self._model.base_model, self._model.get_decoder(), inner):
-                if body in (None, self._model):
-                    continue
-                if self._agrees(body, token_ids, expected):
-                    return body
-        return None
-
-    def _agrees(self, body: Any, token_ids: torch.Tensor, expected: torch.Tensor) -> bool:  # noqa: ANN401
-        try:
-            found = self._head(body, _hidden(body, token_ids)).double()
-        except (AttributeError, TypeError, ValueError, IndexError, KeyError, RuntimeError):
-            return False  # the body of this class returns something of its own
-        if found.shape != expected.shape:
-            return False
-        spread = float((found - expected).abs().max() / expected.std())
-        return spread <= _SAME_LOGITS.get(self._model.dtype, _SAME_ROUNDED_LOGITS)
 
 
 def score(
@@ -162,32 +122,3 @@ def score(
         sizes = [window.num_scored for window in batch]
         for window, nll in zip(batch, torch.split(torch.cat(losses), sizes), strict=True):
             yield Scored(window, nll)
-
-
-def _hidden(body: Any, token_ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-    output = body(input_ids=token_ids, use_cache=False, return_dict=True)
-    hidden: torch.Tensor = output.last_hidden_state
-    return hidden
-
-
-@dataclass
-class _BodyOutput(ModelOutput):
-    """What heads read of a body's output; whatever else they ask for is None."""
-
-    last_hidden_state: torch.Tensor | None = None
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-@contextmanager
-def _replaced_forward(module: Any, output: _BodyOutput) -> Iterator[None]:  # noqa: ANN401
-    def forward(*_: Any, **__: Any) -> _BodyOutput:  # noqa: ANN401
-        return output
-
-    module.forward = forward  # on the instance: hides that of the class
-    try:
-        yield
-    finally:
-        del module.forward

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from gqaconvert.attention.inspection import inspect
 from gqaconvert.checkpoint.staging import MANIFEST
+from gqaconvert.corpus.text import load_text
 from gqaconvert.evaluation.cache_kinds import CacheKind, cache_kind
-from gqaconvert.evaluation.models import LoadedModel, find_model
 from gqaconvert.evaluation.results import library_versions
 from gqaconvert.evaluation.sweep_measures import SweepMeasures
 from gqaconvert.evaluation.sweep_results import (
@@ -28,7 +28,7 @@ from gqaconvert.evaluation.sweep_results import (
     point_key,
     save_sweep,
 )
-from gqaconvert.evaluation.text import load_text
+from gqaconvert.modelling.models import LoadedModel, find_model
 from gqaconvert.surgery.convert import Conversion, convert
 
 

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from gqaconvert.attention.inspection import inspect
+from gqaconvert.corpus.text import Text
+from gqaconvert.corpus.windows import Window, strided_windows
 from gqaconvert.evaluation.bench_bounds import ordinary_cache_bytes
 from gqaconvert.evaluation.cache_kinds import CacheKind, CacheUnavailable
 from gqaconvert.evaluation.divergence import LiveSource, measure_divergence
-from gqaconvert.evaluation.models import LoadedModel, load_model
 from gqaconvert.evaluation.perplexity import measure_perplexity
 from gqaconvert.evaluation.results import Measurement
 from gqaconvert.evaluation.scoring import Reader
 from gqaconvert.evaluation.sweep_results import Kind, SweepPoint, SweepSettings
-from gqaconvert.evaluation.text import EvaluationText
 from gqaconvert.evaluation.through_cache import perplexity_through_cache
-from gqaconvert.evaluation.windows import Window, strided_windows
+from gqaconvert.modelling.models import LoadedModel, load_model
 
 
 class SweepMeasures:
@@ -34,7 +34,7 @@ class SweepMeasures:
     def __init__(
         self,
         folder: Path,
-        text: EvaluationText,
+        text: Text,
         settings: SweepSettings,
         identity: Mapping[str, Any],
     ) -> None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from gqaconvert.errors import GqaconvertError, UsageError
-from gqaconvert.evaluation.models import LoadedModel, ModelFolder
 from gqaconvert.evaluation.results import Measurement, library_versions
+from gqaconvert.modelling.models import LoadedModel, ModelFolder
 
 BUNDLED_TASKS = Path(__file__).resolve().parent.parent / "bundled" / "tasks"
 """Tasks that work offline: YAML files, called by their stem."""

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from transformers import Cache
 
+from gqaconvert.corpus.windows import Window, batches, fingerprint_windows
 from gqaconvert.errors import GqaconvertError, UsageError
 from gqaconvert.evaluation.bandwidth import synchronise
 from gqaconvert.evaluation.cache_bytes import cache_bytes, cache_bytes_kept
 from gqaconvert.evaluation.cache_kinds import CacheKind
-from gqaconvert.evaluation.models import LoadedModel
 from gqaconvert.evaluation.results import Measurement, library_versions
 from gqaconvert.evaluation.window_means import WindowMean
-from gqaconvert.evaluation.windows import Window, batches, fingerprint_windows
+from gqaconvert.modelling.models import LoadedModel
 
 _LARGEST_LOSS = 700.0
 """Beyond it the exponential overflows; such a model is broken anyway."""

@@ -16,7 +16,7 @@ from gqaconvert.checkpoint.staging import MANIFEST
 from gqaconvert.checkpoint.tensors import CheckpointIndex
 from gqaconvert.errors import CheckpointError, UsageError, VerificationError
 from gqaconvert.kv_cache.model_config import read_config
-from gqaconvert.surgery.loading import check_class, check_forward
+from gqaconvert.surgery.class_checks import check_class, check_forward
 from gqaconvert.surgery.manifest import FORMAT, hash_file
 from gqaconvert.surgery.options import ConversionOptions
 from gqaconvert.surgery.plan import ConversionPlan

@@ -15,7 +15,7 @@ from gqaconvert.evaluation.bench_bounds import knee_tokens, model_facts
 from gqaconvert.evaluation.bench_results import BenchSettings
 from gqaconvert.evaluation.cache_kinds import cache_kind
 from gqaconvert.evaluation.latency import Decode, Prefill, TimedModel
-from gqaconvert.evaluation.models import load_model
+from gqaconvert.modelling.models import load_model
 from gqaconvert.surgery.in_memory import convert_model
 
 BANDWIDTH = Bandwidth(1e9, 2e9, 1.5e9, 2**24, None, 1, "cpu")

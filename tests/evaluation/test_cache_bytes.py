@@ -10,11 +10,11 @@ from transformers import DynamicCache
 
 from gqaconvert.evaluation.cache_bytes import cache_bytes, cache_bytes_kept
 from gqaconvert.evaluation.cache_kinds import cache_kind
-from gqaconvert.evaluation.models import load_model
 from gqaconvert.kv_cache import sizes
 from gqaconvert.kv_cache.element_types import storage_type
 from gqaconvert.kv_cache.model_config import read_config
 from gqaconvert.kv_cache.states import constant_state
+from gqaconvert.modelling.models import load_model
 
 BATCH = 2
 

@@ -7,13 +7,13 @@ import json
 import pytest
 import torch
 
+from gqaconvert.corpus.text import load_text
+from gqaconvert.corpus.windows import strided_windows
 from gqaconvert.errors import UsageError
 from gqaconvert.evaluation.divergence import LiveSource, check_tokenizers, measure_divergence
-from gqaconvert.evaluation.models import ModelFolder, load_model
 from gqaconvert.evaluation.saved_source import open_saved, save_source, source_identity
 from gqaconvert.evaluation.scoring import Reader
-from gqaconvert.evaluation.text import load_text
-from gqaconvert.evaluation.windows import strided_windows
+from gqaconvert.modelling.models import ModelFolder, load_model
 
 
 @pytest.fixture(scope="module")

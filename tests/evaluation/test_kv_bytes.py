@@ -7,7 +7,7 @@ from zoo import ZOO, build, save, text_model
 
 from gqaconvert.errors import UnsupportedModelError
 from gqaconvert.evaluation.kv_bytes import measure_kv_bytes
-from gqaconvert.evaluation.models import LoadedModel
+from gqaconvert.modelling.models import LoadedModel
 
 KINDS = ("llama", "mistral", "gemma2", "llama4_text", "falcon", "qwen3_next", "llava", "opt")
 """Plain, sliding, mixed, chunked, all heads cached, hybrid, composite, none but full heads."""

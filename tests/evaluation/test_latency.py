@@ -11,7 +11,7 @@ from gqaconvert.evaluation.bandwidth import measure_bandwidth
 from gqaconvert.evaluation.cache_kinds import cache_kind
 from gqaconvert.evaluation.latency import TimedModel, check_context
 from gqaconvert.evaluation.machine import torch_threads, watched_memory
-from gqaconvert.evaluation.models import load_model
+from gqaconvert.modelling.models import load_model
 
 
 @pytest.fixture(scope="module")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gqaconvert.corpus.text import load_text
 from gqaconvert.errors import UsageError
-from gqaconvert.evaluation.models import load_model
 from gqaconvert.evaluation.needle import CHANCE, is_chance, measure_needle
-from gqaconvert.evaluation.text import load_text
+from gqaconvert.modelling.models import load_model
 
 DEPTHS = (0.0, 0.5, 1.0)
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from zoo import MHA_ONLY, ZOO, build, text_model
 
+from gqaconvert.corpus.text import load_text
+from gqaconvert.corpus.windows import Window, strided_windows
 from gqaconvert.errors import GqaconvertError, UnsupportedModelError
-from gqaconvert.evaluation.models import LoadedModel, load_model
 from gqaconvert.evaluation.perplexity import measure_perplexity
 from gqaconvert.evaluation.scoring import CHUNK_TOKENS, Reader, score
-from gqaconvert.evaluation.text import load_text
-from gqaconvert.evaluation.windows import Window, strided_windows
+from gqaconvert.modelling.models import LoadedModel, load_model
 
 ENCODER_DECODERS = {"t5", "bart", "whisper"}
 

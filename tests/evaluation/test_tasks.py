@@ -7,11 +7,11 @@ import json
 
 import pytest
 
+from gqaconvert.corpus.windows import Window
 from gqaconvert.errors import GqaconvertError, UsageError
-from gqaconvert.evaluation.models import load_model
 from gqaconvert.evaluation.scoring import score
 from gqaconvert.evaluation.tasks import BUNDLED_TASKS, bundled_tasks, measure_task
-from gqaconvert.evaluation.windows import Window
+from gqaconvert.modelling.models import load_model
 
 QUESTIONS = [
     json.loads(line)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
+from gqaconvert.corpus.text import load_text
+from gqaconvert.corpus.windows import Window, strided_windows
 from gqaconvert.errors import GqaconvertError, UsageError
 from gqaconvert.evaluation.cache_kinds import CacheKind, CacheUnavailable, cache_kind
 from gqaconvert.evaluation.cache_kinds.layers import swap_layers
-from gqaconvert.evaluation.models import load_model
-from gqaconvert.evaluation.text import load_text
 from gqaconvert.evaluation.through_cache import perplexity_through_cache
-from gqaconvert.evaluation.windows import Window, strided_windows
+from gqaconvert.modelling.models import load_model
 
 PREFILL = 128
 

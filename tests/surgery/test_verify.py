@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 import gqaconvert
 from gqaconvert.checkpoint.index import read_index
 from gqaconvert.errors import CheckpointError, GqaconvertError, UsageError, VerificationError
-from gqaconvert.surgery.loading import check_class, check_forward
+from gqaconvert.surgery.class_checks import check_class, check_forward
 from gqaconvert.surgery.manifest import hash_file
 
 UNTOUCHED = "model.embed_tokens.weight"

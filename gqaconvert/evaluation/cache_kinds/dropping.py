@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from gqaconvert.errors import UsageError
 from gqaconvert.evaluation.cache_kinds.kind import CacheUnavailable
 from gqaconvert.evaluation.cache_kinds.layers import decoder_config
-from gqaconvert.evaluation.models import LoadedModel
+from gqaconvert.modelling.models import LoadedModel
 
 
 class DroppingLayer(DynamicLayer):

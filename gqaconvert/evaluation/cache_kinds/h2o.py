@@ -28,7 +28,7 @@ from gqaconvert.evaluation.cache_kinds.watched_attention import (
     report_to,
     watch_attention,
 )
-from gqaconvert.evaluation.models import LoadedModel
+from gqaconvert.modelling.models import LoadedModel
 
 
 def heavy_hitters(scores: torch.Tensor, heavy: int, recent: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from transformers import Cache
 
 from gqaconvert.errors import GqaconvertError
-from gqaconvert.evaluation.models import LoadedModel
+from gqaconvert.modelling.models import LoadedModel
 
 
 class CacheUnavailable(GqaconvertError):

@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 )
 
 from gqaconvert.evaluation.cache_kinds.kind import CacheUnavailable
-from gqaconvert.evaluation.models import LoadedModel
+from gqaconvert.modelling.models import LoadedModel
 
 
 def decoder_config(loaded: LoadedModel) -> Any:  # noqa: ANN401

@@ -7,7 +7,7 @@ from transformers import Cache, DynamicCache
 
 from gqaconvert.evaluation.cache_kinds.kind import CacheKind, CacheUnavailable
 from gqaconvert.evaluation.cache_kinds.layers import decoder_config, ordinary_cache
-from gqaconvert.evaluation.models import LoadedModel
+from gqaconvert.modelling.models import LoadedModel
 
 
 def offloaded() -> CacheKind:

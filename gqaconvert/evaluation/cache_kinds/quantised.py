@@ -23,8 +23,8 @@ from gqaconvert.errors import UsageError
 from gqaconvert.evaluation.cache_kinds.kind import CacheKind, CacheUnavailable
 from gqaconvert.evaluation.cache_kinds.layers import decoder_config, swap_layers
 from gqaconvert.evaluation.cache_kinds.packing import PackedGroups, pack, unpack
-from gqaconvert.evaluation.models import LoadedModel
 from gqaconvert.kv_cache.element_types import GROUP_ELEMENTS
+from gqaconvert.modelling.models import LoadedModel
 
 BITS = {"int8": 8, "int4": 4, "int2": 2}
 """Element types that a cache can be quantised to."""

@@ -16,7 +16,7 @@ from transformers import Cache
 from gqaconvert.evaluation.cache_kinds.dropping import DroppingLayer, refuse_places_in_cache
 from gqaconvert.evaluation.cache_kinds.kind import CacheKind
 from gqaconvert.evaluation.cache_kinds.layers import swap_layers
-from gqaconvert.evaluation.models import LoadedModel
+from gqaconvert.modelling.models import LoadedModel
 
 
 class SinkLayer(DroppingLayer):

@@ -13,7 +13,7 @@ from gqaconvert.evaluation.cache_kinds.dropping import refuse_places_in_cache
 from gqaconvert.evaluation.cache_kinds.kind import CacheKind
 from gqaconvert.evaluation.cache_kinds.layers import swap_layers
 from gqaconvert.evaluation.cache_kinds.sinks import SinkLayer
-from gqaconvert.evaluation.models import LoadedModel
+from gqaconvert.modelling.models import LoadedModel
 
 
 def sliding(tokens: int) -> CacheKind:

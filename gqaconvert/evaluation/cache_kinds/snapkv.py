@@ -25,7 +25,7 @@ from gqaconvert.evaluation.cache_kinds.watched_attention import (
     report_to,
     watch_attention,
 )
-from gqaconvert.evaluation.models import LoadedModel
+from gqaconvert.modelling.models import LoadedModel
 
 OBSERVATION_WINDOW = 32
 """Last tokens of the prompt that vote; half the budget where that is less."""

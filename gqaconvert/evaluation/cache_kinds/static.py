@@ -11,7 +11,7 @@ from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING
 
 from gqaconvert.evaluation.cache_kinds.kind import CacheKind, CacheUnavailable
 from gqaconvert.evaluation.cache_kinds.layers import decoder_config, ordinary_cache
-from gqaconvert.evaluation.models import LoadedModel
+from gqaconvert.modelling.models import LoadedModel
 
 _TRIAL_ROOM = 8
 _TRIAL_TOKENS = (3, 1)

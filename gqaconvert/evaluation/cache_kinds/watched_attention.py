@@ -21,8 +21,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gqaconvert.evaluation.cache_kinds.kind import CacheUnavailable
 from gqaconvert.evaluation.cache_kinds.layers import decoder_config, swap_layers
-from gqaconvert.evaluation.models import LoadedModel
-from gqaconvert.surgery.loading import quiet_transformers
+from gqaconvert.modelling.classes import quiet_transformers
+from gqaconvert.modelling.models import LoadedModel
 
 _MARK = "_gqaconvert_observer"
 _NAME = "gqaconvert_watched_{}"

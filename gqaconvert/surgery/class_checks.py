@@ -5,22 +5,16 @@ Imports torch and transformers, which takes seconds; level 1 of verification doe
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from gqaconvert.errors import VerificationError
+from gqaconvert.modelling.classes import FORWARD_THROUGH, model_class, quiet_transformers
 from gqaconvert.surgery.verify import Check
-
-FORWARD_THROUGH = {"Llama4ForConditionalGeneration": "language_model"}
-"""Composite classes whose own forward fails without an image in transformers 5.24."""
 
 _PROMPT_TOKENS = 24
 _CACHED_STEPS = 8
@@ -161,15 +155,6 @@ def _load_on_meta(folder: Path) -> tuple[Any, dict[str, Any]]:
     return model, found
 
 
-def model_class(folder: Path) -> Any:  # noqa: ANN401
-    """Return the class that config.json names, or the one that picks a causal model's class."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    for name in getattr(config, "architectures", None) or []:
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
-    return AutoModelForCausalLM
-
-
 def _names(keys: set[Any]) -> set[str]:
     """Mismatched keys come with their shapes."""
     return {key if isinstance(key, str) else str(key[0]) for key in keys}
@@ -182,19 +167,3 @@ def _dtype_that_fits(folder: Path) -> torch.dtype | str:
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return torch.float32 if 2 * stored < 0.6 * available else "auto"
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence transformers, whose loading reports become errors of ours."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR + 1)
-    shown = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if shown:
-            transformers.utils.logging.enable_progress_bar()

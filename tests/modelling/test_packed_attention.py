@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from gqaconvert.evaluation import packed_attention as packed_module
 from gqaconvert.evaluation.cache_kinds import cache_kind
-from gqaconvert.evaluation.models import load_model
-from gqaconvert.evaluation.packed_attention import packed_attention
+from gqaconvert.modelling import packed_attention as packed_module
+from gqaconvert.modelling.models import load_model
+from gqaconvert.modelling.packed_attention import packed_attention
 from gqaconvert.surgery.in_memory import convert_model
 
 

@@ -7,15 +7,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from gqaconvert.checkpoint.sources import resolve_source
-from gqaconvert.errors import UsageError
-from gqaconvert.evaluation.text import make_text
-from gqaconvert.evaluation.windows import (
+from gqaconvert.corpus.text import make_text
+from gqaconvert.corpus.windows import (
     Window,
     batches,
     fingerprint_windows,
     leading_tokens,
     strided_windows,
 )
+from gqaconvert.errors import UsageError
 
 TEXT = make_text("story", ["Größe 😀 matters: naïve façade, ☃ snow. " * 12, "The end — 終わり。"])
 

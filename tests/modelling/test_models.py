@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import gqaconvert
 from gqaconvert.checkpoint.sources import resolve_source
 from gqaconvert.errors import GqaconvertError, UsageError
-from gqaconvert.evaluation.models import ATTENTION, find_model, fingerprint_model, load_model
+from gqaconvert.modelling.models import ATTENTION, find_model, fingerprint_model, load_model
 
 
 @pytest.fixture

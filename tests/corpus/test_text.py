@@ -7,8 +7,8 @@ import json
 import pytest
 
 from gqaconvert.bundled.text import bundled_documents
+from gqaconvert.corpus.text import load_text, make_text
 from gqaconvert.errors import UsageError
-from gqaconvert.evaluation.text import load_text, make_text
 
 
 def test_bundled_text_is_the_held_out_split():

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from gqaconvert.corpus.text import Text
 from gqaconvert.errors import UsageError
-from gqaconvert.evaluation.text import EvaluationText
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Window:
 
 def strided_windows(
     tokenizer: Any,  # noqa: ANN401
-    text: EvaluationText,
+    text: Text,
     *,
     length: int,
     stride: int | None = None,

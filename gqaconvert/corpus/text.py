@@ -23,7 +23,7 @@ _SPLITS = ("test", "validation", "train")
 
 
 @dataclass(frozen=True)
-class EvaluationText:
+class Text:
     """Documents to measure on.
 
     Attributes:
@@ -41,7 +41,7 @@ class EvaluationText:
     sha256: str
 
 
-def load_text(spec: str = BUNDLED) -> EvaluationText:
+def load_text(spec: str = BUNDLED) -> Text:
     """Read the text to measure on.
 
     Args:
@@ -66,7 +66,7 @@ def load_text(spec: str = BUNDLED) -> EvaluationText:
     return make_text(path.name, _read_file(path))
 
 
-def make_text(name: str, documents: Iterable[str]) -> EvaluationText:
+def make_text(name: str, documents: Iterable[str]) -> Text:
     """Join documents by blank lines; those without any letter are left out.
 
     Raises:
@@ -77,7 +77,7 @@ def make_text(name: str, documents: Iterable[str]) -> EvaluationText:
         raise UsageError("the text is empty", at=name)
     text = "\n\n".join(kept)
     encoded = text.encode(errors="surrogatepass")
-    return EvaluationText(name, text, kept, len(encoded), hashlib.sha256(encoded).hexdigest())
+    return Text(name, text, kept, len(encoded), hashlib.sha256(encoded).hexdigest())
 
 
 def _read_file(path: Path) -> Iterator[str]:

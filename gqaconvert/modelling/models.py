@@ -18,8 +18,8 @@ from gqaconvert.checkpoint.index import read_index
 from gqaconvert.checkpoint.sources import resolve_source
 from gqaconvert.checkpoint.tensors import CheckpointIndex
 from gqaconvert.errors import GqaconvertError, UsageError
-from gqaconvert.evaluation.packed_attention import NAME as PACKED
-from gqaconvert.surgery.loading import FORWARD_THROUGH, model_class, quiet_transformers
+from gqaconvert.modelling.classes import FORWARD_THROUGH, model_class, quiet_transformers
+from gqaconvert.modelling.packed_attention import NAME as PACKED
 from gqaconvert.units import weight_type
 
 ATTENTION = {
