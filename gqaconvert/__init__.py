@@ -12,32 +12,38 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gqaconvert.attention.estimation import estimate as estimate
     from gqaconvert.attention.inspection import inspect as inspect
+    from gqaconvert.calibration.calibrate import calibrate as calibrate
     from gqaconvert.evaluation.evaluate import evaluate as evaluate
     from gqaconvert.surgery.convert import convert as convert
     from gqaconvert.surgery.expand import expand as expand
     from gqaconvert.surgery.in_memory import convert_model as convert_model
     from gqaconvert.surgery.verify_model import verify as verify
+    from gqaconvert.training.run import uptrain as uptrain
 
 __version__: str
 
 _PLACES = {
+    "calibrate": "gqaconvert.calibration.calibrate",
     "convert": "gqaconvert.surgery.convert",
     "convert_model": "gqaconvert.surgery.in_memory",
     "estimate": "gqaconvert.attention.estimation",
     "evaluate": "gqaconvert.evaluation.evaluate",
     "expand": "gqaconvert.surgery.expand",
     "inspect": "gqaconvert.attention.inspection",
+    "uptrain": "gqaconvert.training.run",
     "verify": "gqaconvert.surgery.verify_model",
 }
 
 __all__ = [
     "__version__",
+    "calibrate",
     "convert",
     "convert_model",
     "estimate",
     "evaluate",
     "expand",
     "inspect",
+    "uptrain",
     "verify",
 ]
 

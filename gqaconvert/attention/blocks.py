@@ -79,6 +79,7 @@ def split_block(
         key_norm=key_norm,
         norm_modules=norm_modules,
         biases="".join(p for p in "qkvo" if p in parts and f"{parts[p]}.bias" in tensors),
+        stems=dict(parts),
     )
 
 
@@ -131,6 +132,7 @@ def fused_block(
         key_norm=key_norm,
         norm_modules=norm_modules,
         biases=biases,
+        stems=dict(parts),
     )
 
 

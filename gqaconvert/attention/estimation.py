@@ -102,6 +102,15 @@ def estimate(
     return answer if unread is None else answer.with_note(unread)
 
 
+def read_model_config(model: str, revision: str | None = None) -> ModelConfig:
+    """Read the config of a folder, alias or Hub id, and nothing else of the model.
+
+    Raises:
+        UsageError: no such model.
+    """
+    return _read(resolve_source(model, revision))[0]
+
+
 def _read(source: Source) -> tuple[ModelConfig, CheckpointIndex | None, str | None]:
     """Return the config, the headers where there are any, and why there are none."""
     if source.folder is None:

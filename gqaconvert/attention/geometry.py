@@ -5,6 +5,7 @@ Pure values; `attention.recognise` fills them from names, shapes and the config.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,6 +53,8 @@ class AttentionBlock:
         norm_modules: with `per_kv_head_modules`, the tensors of the modules: one tuple a parameter,
             in head order.
         biases: which of q, k, v, o carry a bias, such as "qkv".
+        stems: projection ("q", "k", "v", "o" or "qkv") → its name without ".weight"; without "v",
+            keys serve as values.
     """
 
     module: str
@@ -64,6 +67,7 @@ class AttentionBlock:
     key_norm: KeyNorm
     norm_modules: tuple[tuple[str, ...], ...]
     biases: str
+    stems: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)

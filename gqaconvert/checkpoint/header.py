@@ -42,6 +42,16 @@ def read_header(path: Path) -> tuple[StoredFile, list[StoredTensor]]:
     return parse_header(raw, name=path.name, size_bytes=size_bytes, at=str(path))
 
 
+def looks_like_safetensors(path: Path) -> bool:
+    """Whether a file begins as a safetensors file does; it may still be damaged further on."""
+    try:
+        with path.open("rb") as stream:
+            prefix = stream.read(9)
+    except OSError:
+        return False
+    return len(prefix) == 9 and prefix[8:] == b"{" and int.from_bytes(prefix[:8], "little") < 2**40
+
+
 def header_length(prefix: bytes, size_bytes: int, at: str) -> int:
     """Read the length of the header from a file's first eight bytes.
 

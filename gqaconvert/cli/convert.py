@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from gqaconvert.cli.convert_calibrated import ModelWork, convert_with_model
 from gqaconvert.cli.terminal import byte_progress, say, show_json, show_table
 from gqaconvert.units import format_bytes, format_memory
 
 if TYPE_CHECKING:
     from gqaconvert.surgery.convert import Conversion
+    from gqaconvert.surgery.layer_heads import LayerReport
     from gqaconvert.surgery.plan import ConversionPlan
 
 Model = Annotated[str, typer.Argument(help="Folder, Hub id or alias.", show_default=False)]
@@ -51,11 +55,43 @@ def convert_command(
         ),
     ] = ...,  # type: ignore[assignment]
     method: Annotated[
-        Literal["mean", "first", "random"],
+        Literal["mean", "first", "random", "procrustes", "svd"] | None,
         typer.Option(
-            help="How a group becomes one head: its average, its first head, or a fresh one."
+            help="How a group becomes one head: its average, its first head, a fresh one; aligned"
+            " and averaged (procrustes), or fitted to what goes in (svd, the default with a"
+            " calibration; else mean).",
+            show_default=False,
         ),
-    ] = "mean",
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="What `calibrate` gathered of this model, or a text to gather it from; svd needs"
+            " it.",
+            show_default=False,
+        ),
+    ] = None,
+    grouping: Annotated[
+        Literal["adjacent", "similarity"],
+        typer.Option(help="Which KV heads share: neighbours, or those that lose least (svd)."),
+    ] = "adjacent",
+    fit_steps: Annotated[
+        int, typer.Option(min=0, help="Then train each layer's attention to do what it did.")
+    ] = 0,
+    distill_steps: Annotated[
+        int, typer.Option(min=0, help="Then train the whole model on its source's predictions.")
+    ] = 0,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Text for fit and distillation. Default: that of --calibration.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="Of a calibration text.")] = 131072,
+    context: Annotated[int, typer.Option(min=2, help="Tokens a window of text.")] = 512,
+    fit_windows: Annotated[int, typer.Option(min=2, help="Of text that the fit reads.")] = 128,
+    device: Annotated[str, typer.Option(help="cpu or cuda, where the model is run.")] = "cpu",
     seed: Annotated[int, typer.Option(help="For --method random.")] = 0,
     dtype: Annotated[str, typer.Option(help="keep, or a type for all floating tensors.")] = "keep",
     max_shard_size: Annotated[
@@ -80,27 +116,31 @@ def convert_command(
 
     The output is an ordinary checkpoint of the same class, and loads wherever the source did.
     """
-    from gqaconvert.surgery.convert import convert
+    work = ModelWork(
+        calibration, tokens, data, fit_steps, fit_windows, distill_steps, context, device
+    )
+    options: dict[str, Any] = {
+        "num_kv_heads": kv_heads, "method": method, "grouping": grouping, "seed": seed,
+        "dtype": dtype, "max_shard_size": max_shard_size, "tensor_parallel": tp,
+        "revision": revision, "dry_run": dry_run, "resume": resume, "overwrite": overwrite,
+        "workers": workers, "hash_files": hash_files,
+    }  # fmt: skip
+    if work.runs_the_model:
+        conversion = convert_with_model(model, out, work, options)
+    else:
+        from gqaconvert.surgery.convert import convert  # without torch
 
-    with byte_progress("converting") as progress:
-        conversion = convert(
-            model,
-            out,
-            num_kv_heads=kv_heads,
-            method=method,
-            seed=seed,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            tensor_parallel=tp,
-            revision=revision,
-            dry_run=dry_run,
-            resume=resume,
-            overwrite=overwrite,
-            workers=workers,
-            hash_files=hash_files,
-            progress=progress,
-        )
+        with byte_progress("converting") as progress:
+            conversion = convert(model, out, statistics=calibration, progress=progress, **options)
+    if conversion is None:
+        return
     report_conversion(conversion, as_json=as_json)
+    averaged = conversion.plan is not None and conversion.plan.options.method == "mean"
+    if averaged and conversion.written and not as_json:
+        say(
+            "note: averaging costs much quality; the calibrated method keeps far more:\n"
+            f"  gqaconvert convert {model} --kv-heads {kv_heads} --calibration TEXT --fit-steps 96"
+        )
 
 
 def report_conversion(conversion: Conversion, *, as_json: bool) -> None:
@@ -115,6 +155,8 @@ def report_conversion(conversion: Conversion, *, as_json: bool) -> None:
         return
     if not conversion.written:
         _show_plan(plan)
+        if conversion.layers:
+            show_losses(conversion.layers)
     _show_change(conversion, plan)
     if conversion.written:
         for check in conversion.checks:
@@ -153,7 +195,7 @@ def _show_change(conversion: Conversion, plan: ConversionPlan) -> None:
 
 def _show_plan(plan: ConversionPlan) -> None:
     rows = []
-    for action in ("pool", "repeat", "cast", "copy"):
+    for action in ("pool", "repeat", "fold", "cast", "derive", "copy"):
         chosen = [tensor for tensor in plan.tensors if tensor.action == action]
         if chosen:
             size = sum(tensor.output.size_bytes for tensor in chosen)
@@ -166,6 +208,23 @@ def _show_plan(plan: ConversionPlan) -> None:
         typer.echo(f"config.json {'.'.join(edit.path)}: {edit.before} → {edit.after}")
     for shard in plan.shards:
         typer.echo(f"{shard.name}  {format_bytes(shard.size_bytes)}  {len(shard.tensors)} tensors")
+    typer.echo("")
+
+
+def show_losses(layers: Mapping[str, LayerReport]) -> None:
+    """Print what pooling each layer would lose."""
+    rows = [
+        [
+            module,
+            f"{100 * report.key_energy_lost:.1f} %",
+            f"{100 * report.value_energy_lost:.1f} %",
+            "" if report.output_error is None else f"{100 * report.output_error:.1f} %",
+        ]
+        for module, report in layers.items()
+    ]
+    show_table(["layer", "K lost", "V lost", "output error"], rows)
+    for note in dict.fromkeys(note for report in layers.values() for note in report.notes):
+        say(f"note: {note}")
     typer.echo("")
 
 
@@ -200,6 +259,7 @@ def _as_json(conversion: Conversion) -> dict[str, object]:
             for edit in plan.config_edits
         ],
         "files": {shard.name: shard.size_bytes for shard in plan.shards},
+        "layers": {module: asdict(report) for module, report in conversion.layers.items()},
         "checks": {check.name: check.covered for check in conversion.checks},
         "notices": list(conversion.notices),
         "seconds": round(conversion.seconds, 3),

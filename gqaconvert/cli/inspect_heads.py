@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 def show_heads(model: str, revision: str | None, figure: Path | None, *, as_json: bool) -> None:
     """Compare the KV heads of every layer and print, and on request draw, what was found."""
-    from gqaconvert.evaluation.figure_style import check_figure_name
     from gqaconvert.evaluation.head_similarity import head_similarity
+    from gqaconvert.figure_style import check_figure_name
 
     if figure is not None:
         check_figure_name(figure)

@@ -13,13 +13,16 @@ import traceback
 import typer
 
 from gqaconvert.cli.bench import bench_command
+from gqaconvert.cli.calibrate import calibrate_command
 from gqaconvert.cli.convert import convert_command
 from gqaconvert.cli.estimate import estimate_command
 from gqaconvert.cli.evaluate import evaluate_command
 from gqaconvert.cli.expand import expand_command
 from gqaconvert.cli.inspect import inspect_command
+from gqaconvert.cli.recipes import recipes_app
 from gqaconvert.cli.sweep import sweep_command
 from gqaconvert.cli.terminal import settings
+from gqaconvert.cli.uptrain import uptrain_command
 from gqaconvert.cli.verify import verify_command
 from gqaconvert.errors import GqaconvertError
 
@@ -35,12 +38,15 @@ app = typer.Typer(
 )
 app.command("inspect")(inspect_command)
 app.command("estimate")(estimate_command)
+app.command("calibrate")(calibrate_command)
 app.command("convert")(convert_command)
 app.command("verify")(verify_command)
 app.command("expand")(expand_command)
+app.command("uptrain")(uptrain_command)
 app.command("bench")(bench_command)
 app.command("sweep")(sweep_command)
 app.command("evaluate")(evaluate_command)
+app.add_typer(recipes_app, name="recipes")
 
 
 def _print_version(wanted: bool) -> None:
@@ -67,14 +73,18 @@ def _common(
     settings.verbosity = max(settings.verbosity, verbose)
 
 
-def main() -> None:
+def main(command: list[str] | None = None) -> None:
     """Run the command line.
+
+    Args:
+        command: arguments; by default those of this process.
 
     Exits with 0 fine, 1 failed, 2 usage, 3 unsupported model, 4 refused, 130 interrupted.
     """
     # -v belongs to every verb, wherever it is written.
-    arguments = [argument for argument in sys.argv[1:] if argument not in ("-v", "-vv")]
-    settings.verbosity = sum(len(a) - 1 for a in sys.argv[1:] if a in ("-v", "-vv"))
+    command = sys.argv[1:] if command is None else command
+    arguments = [argument for argument in command if argument not in ("-v", "-vv")]
+    settings.verbosity = sum(len(a) - 1 for a in command if a in ("-v", "-vv"))
     try:
         app(args=arguments, prog_name="gqaconvert", standalone_mode=True)
     except GqaconvertError as error:

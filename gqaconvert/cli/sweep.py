@@ -46,6 +46,16 @@ def sweep_command(
     attn: Annotated[
         str, typer.Option(help="Attention: sdpa, packed, eager, flash_attention_2 or flex.")
     ] = "sdpa",
+    predict: Annotated[
+        Path | None,
+        typer.Option(
+            help="A calibration file: print what svd would lose in each layer, convert nothing.",
+            show_default=False,
+        ),
+    ] = None,
+    grouping: Annotated[
+        Literal["adjacent", "similarity"], typer.Option(help="Of --predict.")
+    ] = "adjacent",
     seed: Annotated[int, typer.Option(help="For --method random.")] = 0,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the converted folders.")] = False,
     out: Annotated[
@@ -56,6 +66,11 @@ def sweep_command(
 ) -> None:
     """Convert and measure each in turn; a stopped sweep goes on where it was."""
     counts = listed(kv_heads, whole("--kv-heads"))
+    if predict is not None:
+        from gqaconvert.cli.sweep_predict import show_prediction
+
+        show_prediction(model, predict, counts, grouping, revision, as_json=as_json)
+        return
     from gqaconvert.evaluation.sweep import run_sweep
     from gqaconvert.evaluation.sweep_results import SweepSettings
 

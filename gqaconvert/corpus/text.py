@@ -1,13 +1,14 @@
 """The text that models are measured on: bundled, a local file, or a data set by name.
 
 It is identified by a hash of its content, so that figures on different texts are never mixed.
+How rows of files and data sets are read is shared with training.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from gqaconvert.bundled.text import bundled_documents
 from gqaconvert.errors import GqaconvertError, UsageError
 
 BUNDLED = "bundled"
+DATASET = "dataset:"
 
 _FIELD = "text"
-_DATASET = "dataset:"
 _SPLITS = ("test", "validation", "train")
 
 
@@ -54,14 +55,14 @@ def load_text(spec: str = BUNDLED) -> Text:
     """
     if spec == BUNDLED:
         return make_text(BUNDLED, (document.text for document in bundled_documents("heldout")))
-    if spec.startswith(_DATASET):
+    if spec.startswith(DATASET):
         return make_text(spec, _read_dataset(spec))
     path = Path(spec).expanduser()
     if not path.is_file():
         raise UsageError(
             "no such text",
             at=spec,
-            remedy=f"{BUNDLED}, a .txt, .md, .jsonl or .parquet file, or {_DATASET}NAME:CONFIG",
+            remedy=f"{BUNDLED}, a .txt, .md, .jsonl or .parquet file, or {DATASET}NAME:CONFIG",
         )
     return make_text(path.name, _read_file(path))
 
@@ -93,23 +94,39 @@ def _read_file(path: Path) -> Iterator[str]:
         return
     for number, line in enumerate(content.split("\n"), start=1):
         if line.strip():
-            yield _field(_json_row(line, f"{path} line {number}"), f"{path} line {number}")
+            yield text_field(json_row(line, f"{path} line {number}"), f"{path} line {number}")
 
 
-def _json_row(line: str, at: str) -> Any:  # noqa: ANN401
+def json_row(line: str | bytes, at: str) -> Any:  # noqa: ANN401
+    """Parse a line of a .jsonl file.
+
+    Args:
+        line: without its end; bytes are UTF-8.
+        at: file and line, for the error.
+
+    Raises:
+        UsageError: it is not UTF-8 or not JSON.
+    """
     try:
-        return json.loads(line)
+        return json.loads(line if isinstance(line, str) else line.decode())
+    except UnicodeDecodeError as error:
+        raise UsageError(f"not UTF-8 text: {error}", at=at) from error
     except ValueError as error:
         raise UsageError(f"not JSON: {error}", at=at) from error
 
 
-def _field(row: Any, at: str) -> str:  # noqa: ANN401
-    value = row.get(_FIELD) if isinstance(row, dict) else None
+def text_field(row: Any, at: str, field: str = _FIELD) -> str:  # noqa: ANN401
+    """Return the text of a row of a .jsonl file.
+
+    Raises:
+        UsageError: the row is no object, or has no such string.
+    """
+    value = row.get(field) if isinstance(row, dict) else None
     if not isinstance(value, str):
         raise UsageError(
-            f"no string called {_FIELD!r}",
+            f"no string called {field!r}",
             at=at,
-            remedy=f'one object a line, such as {{"{_FIELD}": "Once upon a time"}}',
+            remedy=f'one object a line, such as {{"{field}": "Once upon a time"}}',
         )
     return value
 
@@ -129,20 +146,42 @@ def _read_parquet(path: Path) -> Iterator[str]:
 
 
 def _read_dataset(spec: str) -> Iterator[str]:
-    from datasets import get_dataset_split_names, load_dataset
+    yield from open_dataset(spec, _SPLITS, column=_FIELD)[_FIELD]
 
-    name, config, split = (*spec.removeprefix(_DATASET).split(":"), "", "")[:3]
+
+def open_dataset(spec: str, splits: Sequence[str], *, column: str, streaming: bool = False) -> Any:  # noqa: ANN401
+    """Open a data set of `datasets` with one column.
+
+    Args:
+        spec: "dataset:NAME[:CONFIG[:SPLIT]]".
+        splits: which split to take when none is named, most wanted first; any, if it has none.
+        column: the only one that is read.
+        streaming: read it as it comes, instead of downloading it whole.
+
+    Returns:
+        A `Dataset`, or with `streaming` an `IterableDataset`, which may name no columns.
+
+    Raises:
+        UsageError: it has no such column.
+        GqaconvertError: `datasets` cannot load it.
+    """
+    from datasets import get_dataset_split_names, load_dataset
+    from datasets.exceptions import DatasetsError
+
+    name, config, split = (*spec.removeprefix(DATASET).split(":"), "", "")[:3]
     try:
         if not split:
             known = get_dataset_split_names(name, config or None)
-            split = next((each for each in _SPLITS if each in known), known[0])
-        rows: Any = load_dataset(name, config or None, split=split)
-    except (OSError, ValueError) as error:  # datasets' own errors are of these two kinds
+            split = next((each for each in splits if each in known), known[0])
+        rows: Any = load_dataset(name, config or None, split=split, streaming=streaming)
+    except (OSError, ValueError, DatasetsError) as error:
         raise GqaconvertError(
             f"datasets cannot load it: {str(error).splitlines()[0]}",
             at=spec,
-            remedy=f"{_DATASET}NAME:CONFIG:SPLIT, or a local file where there is no network",
+            remedy=f"{DATASET}NAME:CONFIG:SPLIT, or a local file where there is no network",
         ) from error
-    if _FIELD not in rows.column_names:
-        raise UsageError(f"no column {_FIELD!r} among {', '.join(rows.column_names)}", at=spec)
-    yield from rows[_FIELD]
+    if rows.column_names is None:
+        return rows
+    if column not in rows.column_names:
+        raise UsageError(f"no column {column!r} among {', '.join(rows.column_names)}", at=spec)
+    return rows.select_columns([column])

@@ -89,6 +89,13 @@ def strided_windows(
     return windows
 
 
+def spread(windows: Sequence[Window], count: int) -> list[Window]:
+    """Choose `count` windows at even distances; all where there are fewer."""
+    if count >= len(windows):
+        return list(windows)
+    return [windows[number * len(windows) // count] for number in range(count)]
+
+
 def batches(windows: Sequence[Window], size: int) -> Iterator[list[Window]]:
     """Group neighbours that can be read together without padding: at most `size`, all alike."""
     for _, alike in groupby(windows, key=lambda each: (len(each.token_ids), each.first_scored)):

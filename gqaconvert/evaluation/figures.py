@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gqaconvert.errors import UsageError
-from gqaconvert.evaluation.figure_style import (
+from gqaconvert.figure_style import (
     LINES,
     format_tokens,
     memory_axis,

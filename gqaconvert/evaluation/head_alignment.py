@@ -15,10 +15,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+from gqaconvert.surgery.calibrated.procrustes import (
+    matrix_turns,
+    plane_turns,
+    turned_planes_sum,
+    turned_sum,
+)
 
-_SWEEPS = 4
-"""Rounds of generalised Procrustes; the first, greedy one gives most of it."""
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +105,7 @@ def pooled_share(products: Floats, group_size: int, freedom: Freedom | None = No
         total = (
             float(np.trace(group, axis1=2, axis2=3).sum())
             if freedom is None
-            else _turned_sum(_plane_products(group, freedom))
-            + _mixed_sum(group[:, :, freedom.free[:, None], freedom.free[None, :]])
+            else _turned_sum(group, freedom)
         )
         kept += total / group_size
     norms = float(np.einsum("iidd->", products))
@@ -130,39 +133,8 @@ def _plane_products(products: Floats, freedom: Freedom) -> NDArray[np.complex128
     return along + 1j * across
 
 
-def _turned_sum(planes: NDArray[np.complex128]) -> float:
-    """Squared norm of the sum of heads, each turned by one angle a plane."""
-    count = len(planes)
-    phases = np.ones((count, planes.shape[2]), complex)
-    for sweep in range(_SWEEPS):
-        for head in range(count):
-            others = np.arange(head) if sweep == 0 else np.delete(np.arange(count), head)
-            if len(others) and planes.shape[2]:
-                towards = (planes[head, others] * phases[others].conj()).sum(axis=0)
-                length = np.abs(towards)
-                phases[head] = np.divide(
-                    towards.conj(), length, out=np.ones_like(towards), where=length > 0
-                )
-    return float(np.einsum("ip,ijp,jp->", phases, planes, phases.conj()).real)
-
-
-def _mixed_sum(products: Floats) -> float:
-    """Squared norm of the sum of heads, each turned by an orthogonal matrix."""
-    count, width = len(products), products.shape[2]
-    if width == 0:
-        return 0.0
-    turns = np.broadcast_to(np.eye(width), (count, width, width)).copy()
-    for sweep in range(_SWEEPS):
-        for head in range(count):
-            others = range(head) if sweep == 0 else [n for n in range(count) if n != head]
-            if others:
-                towards = sum(products[head, n] @ turns[n].T for n in others)
-                left, _, right = np.linalg.svd(towards)
-                turns[head] = (left @ right).T
-    return float(
-        sum(
-            np.vdot(turns[i].T, products[i, j] @ turns[j].T)
-            for i in range(count)
-            for j in range(count)
-        )
-    )
+def _turned_sum(products: Floats, freedom: Freedom) -> float:
+    """Squared norm of the sum of heads (K, K, D, D), each turned towards the others."""
+    planes = _plane_products(products, freedom)
+    free = products[:, :, freedom.free[:, None], freedom.free[None, :]]
+    return turned_planes_sum(planes, plane_turns(planes)) + turned_sum(free, matrix_turns(free))

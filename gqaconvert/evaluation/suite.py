@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from gqaconvert.errors import UsageError
-
-_HERE = Path(__file__).resolve().parent.parent
-_PLACES = (_HERE / "bundled" / "eval", _HERE.parent / "configs" / "eval")
-"""Where suites are: in an installed package, and in the repository."""
+from gqaconvert.settings.base import Settings
+from gqaconvert.settings.loading import load_settings, make_settings
+from gqaconvert.settings.shipped import find_shipped, shipped_files
 
 
-class NeedleSuite(BaseModel):
+class NeedleSuite(Settings):
     """Lengths and depths of the long-context probe, see `needle`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     lengths: tuple[int, ...] = (256, 512, 1024)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     repeats: int = Field(default=2, ge=1)
 
 
-class Suite(BaseModel):
+class Suite(Settings):
     """What to measure, the same for all models of a comparison.
 
     Attributes:
@@ -47,8 +41,6 @@ class Suite(BaseModel):
         needle: None for none.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     text: str = "bundled"
     context: int = Field(default=512, ge=2)
     stride: int | None = Field(default=None, ge=1)
@@ -65,32 +57,21 @@ class Suite(BaseModel):
     needle: NeedleSuite | None = None
 
 
+_REMEDY = "keys are " + ", ".join(Suite.model_fields)
+
+
 def load_suite(name: str = "quick") -> Suite:
     """Read a suite: by name, or from a YAML file.
 
     Raises:
         UsageError: no such suite, or faults in it, all at once.
     """
-    path = Path(name).expanduser()
-    if not path.is_file():
-        known = suite_files()
-        if name not in known:
-            raise UsageError(
-                f"no suite {name!r}", remedy=f"{', '.join(sorted(known))}, or a YAML file"
-            )
-        path = known[name]
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"not YAML: {error}", at=str(path)) from error
-    if not isinstance(content, dict):
-        raise UsageError("a suite is a list of keys and values", at=str(path))
-    return make_suite(content, str(path))
+    return load_settings(Suite, find_shipped("eval", name, what="suite"), remedy=_REMEDY)
 
 
 def suite_files() -> dict[str, Path]:
     """Suites that ship with this package, by name."""
-    return {path.stem: path for place in _PLACES for path in sorted(place.glob("*.yaml"))}
+    return shipped_files("eval")
 
 
 def make_suite(content: dict[str, Any], at: str) -> Suite:
@@ -103,15 +84,4 @@ def make_suite(content: dict[str, Any], at: str) -> Suite:
     Raises:
         UsageError: unknown keys, with the nearest known one, and values that make no sense.
     """
-    try:
-        return Suite.model_validate(content)
-    except ValidationError as error:
-        faults = []
-        for each in error.errors():
-            key = ".".join(str(part) for part in each["loc"])
-            fault = f"{key}: {each['msg'].lower()}"
-            if each["type"] == "extra_forbidden":
-                nearest = difflib.get_close_matches(key, Suite.model_fields, 1)
-                fault = f"{key}: no such key" + (f"; {nearest[0]}?" if nearest else "")
-            faults.append(fault)
-        raise UsageError("; ".join(faults), at=at, remedy=", ".join(Suite.model_fields)) from error
+    return make_settings(Suite, content, at=at, remedy=_REMEDY)

@@ -6,6 +6,7 @@ The figures, with where they come from, are in `hardware.yaml`.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,36 @@ def find_accelerator(text: str, own: Path | None = None) -> Accelerator:
             else "a size such as 24GiB, --gpus for the list, or a file of your own: --hardware",
         ) from None
     return Accelerator(text, f"a GPU of {text}", size)
+
+
+def accelerator_of_device(name: str) -> Accelerator | None:
+    """Return the accelerator a driver calls `name`, None for one that is not in the table.
+
+    Args:
+        name: such as "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-40GB" or "Tesla T4".
+    """
+    words = set(re.split(r"[^a-z0-9.]+", name.lower()))
+    if words & _OTHER_CHIPS:
+        return None
+    memory = {word for word in words if _MEMORY.fullmatch(word)}
+    found = [
+        (len(own & words & _FORMS) - len((own ^ words) & _FORMS), own)
+        for own in (set(key.split("-")) for key in accelerators() if key not in _TWO_DEVICES)
+        if own - _FORMS - {word for word in own if _MEMORY.fullmatch(word)} <= words
+        and (not memory or {word for word in own if _MEMORY.fullmatch(word)} <= memory)
+    ]
+    if not found:
+        return None
+    best = max(found, key=lambda each: each[0])[1]
+    return next(gpu for key, gpu in accelerators().items() if set(key.split("-")) == best)
+
+
+_OTHER_CHIPS = frozenset({"ti", "super", "laptop", "mobile", "max", "mig", "d", "pro"})
+"""Words after which a name means another chip than the one without them, or a part of it."""
+_FORMS = frozenset({"pcie", "nvl"})
+_MEMORY = re.compile(r"[0-9]+gb")
+_TWO_DEVICES = frozenset({"mi250x"})
+"""Drivers show its two dies as two devices."""
 
 
 def accelerators(own: Path | None = None) -> Mapping[str, Accelerator]:

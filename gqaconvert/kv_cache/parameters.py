@@ -67,6 +67,17 @@ def kv_projection_parameters(config: ModelConfig, kv_heads: int) -> int:
     )
 
 
+def attention_parameters(config: ModelConfig) -> int | None:
+    """Count the parameters of all attention blocks, biases and norms of q and k included.
+
+    None where the class is not covered.
+    """
+    shape = SHAPES.get(config.text_model_type)
+    if shape is None:
+        return None
+    return sum(sum(_attention(config, layer, shape)) for layer in config.layers)
+
+
 def intermediate_width(config: ModelConfig) -> int | None:
     """Return the width inside the feed-forward blocks that one token passes, all experts together.
 

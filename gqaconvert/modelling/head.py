@@ -38,9 +38,15 @@ def find_body(model: Any) -> Any | None:  # noqa: ANN401
     return None
 
 
-def plain_logits(model: Any, token_ids: torch.Tensor) -> torch.Tensor:  # noqa: ANN401
-    """Logits (B, T, vocabulary) of token ids (B, T), all at once."""
-    logits: torch.Tensor = model(input_ids=token_ids, use_cache=False).logits
+def plain_logits(model: Any, token_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:  # noqa: ANN401
+    """Logits (B, T, vocabulary) of token ids (B, T), all at once.
+
+    Args:
+        model: a causal language model of transformers.
+        token_ids: (B, T).
+        inputs: further inputs of the class, such as `position_ids`.
+    """
+    logits: torch.Tensor = model(input_ids=token_ids, use_cache=False, **inputs).logits
     return logits
 
 
@@ -112,8 +118,12 @@ def _replaced_forward(module: Any, output: _BodyOutput) -> Iterator[None]:  # no
     def forward(*_: Any, **__: Any) -> _BodyOutput:  # noqa: ANN401
         return output
 
+    own = module.__dict__.get("forward")  # libraries put theirs there, as we do
     module.forward = forward  # on the instance: hides that of the class
     try:
         yield
     finally:
-        del module.forward
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own

@@ -15,7 +15,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from gqaconvert.settings.base import Settings
+from gqaconvert.settings.base import KEEP, OutputDtype, Settings
 from gqaconvert.settings.uptrain import UptrainSettings
 
 
@@ -28,7 +28,7 @@ class SourceSettings(Settings):
         pretraining_tokens: tokens it was pretrained on, to which `alpha` refers.
     """
 
-    model: str = Field(min_length=1)
+    model: str = Field(min_length=1, examples=["tiny"])
     revision: str | None = None
     pretraining_tokens: float | None = Field(default=None, gt=0)
 
@@ -48,11 +48,11 @@ class ConvertSettings(Settings):
         distill_steps: steps of end-to-end distillation on the calibration text; 0 for none.
     """
 
-    kv_heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1, examples=[2])
     method: Literal["mean", "first", "random", "procrustes", "svd"] = "mean"
     grouping: Literal["adjacent", "similarity"] = "adjacent"
     seed: int = 0
-    dtype: str = "keep"
+    dtype: OutputDtype = KEEP
     calibration: str | None = None
     calibration_tokens: int = Field(default=131072, ge=1)
     fit_steps: int = Field(default=0, ge=0)
@@ -92,10 +92,10 @@ class Recipe(Settings):
         report: what the report holds.
     """
 
-    version: Literal[1]
+    version: Literal[1] = Field(examples=[1])
     name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    source: SourceSettings
-    convert: ConvertSettings
+    source: SourceSettings = Field(examples=[{"model": "tiny"}])
+    convert: ConvertSettings = Field(examples=[{"kv_heads": 2}])
     uptrain: UptrainSettings | None = None
     evaluate: EvaluateSettings | None = None
     report: ReportSettings | None = None

@@ -5,11 +5,14 @@ Counts of tokens are over all devices together. One step updates the weights onc
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from gqaconvert.settings.base import Settings
+from gqaconvert.settings.along_the_way import CheckpointSettings, HeldOutSettings
+from gqaconvert.settings.base import KEEP, OutputDtype, Settings, all_of
+
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class DatasetSettings(Settings):
@@ -25,12 +28,18 @@ class DatasetSettings(Settings):
         streaming: read a Hub data set as it comes, without downloading it whole.
     """
 
-    path: str = Field(min_length=1)
+    path: str = Field(min_length=1, examples=["bundled"])
     weight: float = Field(default=1.0, gt=0)
     field: str = "text"
     messages: str | None = None
     loss_on: Literal["all", "replies"] = "all"
     streaming: bool = False
+
+    @model_validator(mode="after")
+    def _replies_are_of_chats(self) -> DatasetSettings:
+        if self.loss_on == "replies" and self.messages is None:
+            raise ValueError("loss_on: replies needs messages, the key of the chat in a row")
+        return self
 
 
 class DataSettings(Settings):
@@ -42,11 +51,11 @@ class DataSettings(Settings):
         separate_documents: keep the documents packed into one sequence from attending to each
             other.
         shuffle_buffer: documents held to draw the next from at random; 1 keeps their order.
-        workers: processes that tokenise ahead on each device; 0 for none.
+        workers: threads that tokenise ahead on each device; 0 for none.
         seed: of order and mixture.
     """
 
-    datasets: tuple[DatasetSettings, ...] = Field(min_length=1)
+    datasets: tuple[DatasetSettings, ...] = Field(min_length=1, examples=[[{"path": "bundled"}]])
     context: int = Field(default=1024, ge=2)
     separate_documents: bool = False
     shuffle_buffer: int = Field(default=1024, ge=1)
@@ -115,7 +124,7 @@ class StageSettings(Settings):
         lr_scale: factor on the learning rate.
     """
 
-    share: float = Field(gt=0, le=1)
+    share: float = Field(gt=0, le=1, examples=[1.0])
     train: Literal["all", "attention", "kv"] = "all"
     lr_scale: float = Field(default=1.0, gt=0)
 
@@ -173,6 +182,12 @@ class ScheduleSettings(Settings):
     decay: float = Field(default=0.2, gt=0, le=1)
     floor: float = Field(default=0.0, ge=0, le=1)
 
+    @model_validator(mode="after")
+    def _fits_the_budget(self) -> ScheduleSettings:
+        if self.kind == "wsd" and self.warmup + self.decay > 1:
+            raise ValueError(f"warmup and decay add up to {self.warmup + self.decay:g} of 1")
+        return self
+
 
 class SafetySettings(Settings):
     """When a step is skipped, and when the run stops.
@@ -187,38 +202,6 @@ class SafetySettings(Settings):
     spike_factor: float = Field(default=10.0, gt=1)
     spike_window: int = Field(default=50, ge=1)
     max_skipped: int = Field(default=10, ge=0)
-
-
-class CheckpointSettings(Settings):
-    """When the whole state is saved.
-
-    Attributes:
-        every_steps: between saves; None to save only at the end and when interrupted.
-        keep: newest ones kept.
-    """
-
-    every_steps: int | None = Field(default=None, ge=1)
-    keep: int = Field(default=2, ge=1)
-
-
-class HeldOutSettings(Settings):
-    """The loss on text that is not trained on, along the way.
-
-    Attributes:
-        text: as in `evaluate`: "bundled", a file, or "dataset:NAME:CONFIG:SPLIT".
-        every_steps: between measurements; one is made at the start and one at the end in any case.
-        windows: how many are read.
-        context: tokens a window; that of the data by default.
-        target: stop once the loss, in nats a token, is at most this far above the source's.
-        patience: stop after this many measurements without a new lowest loss.
-    """
-
-    text: str = "bundled"
-    every_steps: int = Field(default=100, ge=1)
-    windows: int = Field(default=16, ge=1)
-    context: int | None = Field(default=None, ge=2)
-    target: float | None = Field(default=None, ge=0)
-    patience: int | None = Field(default=None, ge=1)
 
 
 class UptrainSettings(Settings):
@@ -256,15 +239,15 @@ class UptrainSettings(Settings):
     """
 
     start: str | None = None
-    data: DataSettings
+    data: DataSettings = Field(examples=[{"datasets": [{"path": "bundled"}]}])
     loss: LossSettings = LossSettings()
-    stages: tuple[StageSettings, ...] = (StageSettings(share=1.0),)
+    stages: tuple[StageSettings, ...] = Field(default=(StageSettings(share=1.0),), min_length=1)
     lora: LoraSettings | None = None
-    budget: BudgetSettings
-    batch_tokens: int = Field(ge=2)
+    budget: BudgetSettings = Field(examples=[{"steps": 100}])
+    batch_tokens: int = Field(ge=2, examples=[8192])
     micro_batch: int = Field(default=1, ge=1)
-    lr: float = Field(gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    lr: float = Field(gt=0, examples=[2e-4])
+    betas: tuple[Share, Share] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.0, ge=0)
     max_grad_norm: float = Field(default=1.0, gt=0)
@@ -279,26 +262,28 @@ class UptrainSettings(Settings):
     held_out: HeldOutSettings | None = HeldOutSettings()
     teacher: TeacherSettings = TeacherSettings()
     trackers: tuple[str, ...] = ()
-    export_dtype: str = "keep"
+    export_dtype: OutputDtype = KEEP
 
     @model_validator(mode="after")
     def _stages_and_batch(self) -> UptrainSettings:
+        faults = []
         total = sum(stage.share for stage in self.stages)
         if abs(total - 1.0) > 1e-6:
-            raise ValueError(f"the shares of stages add up to {total:g}, not 1")
+            faults.append(f"the shares of stages add up to {total:g}, not 1")
         if self.batch_tokens % self.data.context:
-            raise ValueError(
+            faults.append(
                 f"batch_tokens {self.batch_tokens} is no multiple of data.context"
                 f" {self.data.context}"
             )
         if self.lora and len(self.stages) > 1:
-            raise ValueError("lora trains the same weights all the time; leave stages out")
-        if self.lora and self.stages[0].train != "all":
-            raise ValueError("lora.target says what trains; leave stages out")
+            faults.append("lora trains the same weights all the time; leave stages out")
+        elif self.lora and self.stages[0].train != "all":
+            faults.append("lora.target says what trains; leave stages out")
         if self.teacher.cache and (self.loss.hidden or self.loss.attention):
-            raise ValueError(
+            faults.append(
                 "teacher.cache holds no hidden states; set loss.hidden and .attention to 0"
             )
+        all_of(faults)
         return self
 
     @property

@@ -65,12 +65,18 @@ def _summary(plan: ConversionPlan, identity: SourceIdentity) -> str:
     heads = attention.num_heads
     revision = f" at revision `{identity.revision}`" if identity.revision else ""
     verb = {"mean": "averaged", "first": "reduced to their first", "random": "freshly initialised"}
+    verb |= {"procrustes": "aligned and averaged", "svd": "fitted to shared heads"}
     done = (
         f"The {before} key and value heads of each layer were {verb.get(options.method, 'pooled')}"
         f" in groups of {before // after} (method `{options.method}`)."
         if after < before
         else f"Each of the {before} key and value heads was repeated {after // before} times."
     )
+    if plan.layers:
+        done += (
+            " Queries and output projections were changed with them; losses by layer are in"
+            " `gqaconvert.json`."
+        )
     lines = [
         f"# {identity.name} with {after} KV head{'s' * (after > 1)}",
         "",

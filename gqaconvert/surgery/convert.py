@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from gqaconvert.checkpoint.index import SAFETENSORS_INDEX
 from gqaconvert.checkpoint.shards import index_json, needs_index
@@ -22,12 +23,18 @@ from gqaconvert.checkpoint.staging import MANIFEST, StagedFolder, check_output, 
 from gqaconvert.errors import RefusedError, UsageError
 from gqaconvert.surgery.card import build_card
 from gqaconvert.surgery.execute import execute, work_digest
+from gqaconvert.surgery.execute_layers import layer_reports
+from gqaconvert.surgery.layer_heads import LayerReport
+from gqaconvert.surgery.layer_pooling import Calibration, Refine
 from gqaconvert.surgery.manifest import build_manifest, hash_file
 from gqaconvert.surgery.naming import default_output_name
+from gqaconvert.surgery.notices import notices_of
 from gqaconvert.surgery.options import ConversionOptions
 from gqaconvert.surgery.plan import ConversionPlan
 from gqaconvert.surgery.planning import plan_conversion
+from gqaconvert.surgery.predict import predict_plan
 from gqaconvert.surgery.source import SourceCheckpoint, open_source
+from gqaconvert.surgery.statistics import StatisticsFile
 from gqaconvert.surgery.tokenizer_files import lacking_tokenizer_files
 from gqaconvert.surgery.verify import Check, verify_against_plan
 from gqaconvert.units import parse_bytes, weight_type
@@ -50,6 +57,7 @@ class Conversion:
         checks: what level 1 of verification covered.
         notices: what the reader should know.
         seconds: wall time.
+        layers: of a calibrated conversion, module → what pooling it loses; filled in by a dry run.
     """
 
     plan: ConversionPlan | None
@@ -60,6 +68,7 @@ class Conversion:
     notices: tuple[str, ...] = ()
     seconds: float = 0.0
     sidecars: Sidecars = field(default_factory=lambda: Sidecars((), {}))
+    layers: Mapping[str, LayerReport] = field(default_factory=dict)
 
 
 def convert(
@@ -67,7 +76,11 @@ def convert(
     out: str | Path | None = None,
     *,
     num_kv_heads: int,
-    method: str = "mean",
+    method: str | None = None,
+    grouping: str = "adjacent",
+    statistics: str | Path | None = None,
+    metric: str | None = None,
+    refine: Refine | None = None,
     seed: int = 0,
     dtype: str = "keep",
     max_shard_size: str | int | None = None,
@@ -87,7 +100,13 @@ def convert(
         out: output folder; by default the model's name with "-gqaN" or "-mqa", in the working
             directory.
         num_kv_heads: KV heads wanted; must divide the source's.
-        method: "mean", "first" or "random" (GQA paper, arXiv 2305.13245).
+        method: "mean", "first" or "random" (GQA paper, arXiv 2305.13245); "procrustes" or "svd",
+            which change q and o as well. "svd" with `statistics`, else "mean".
+        grouping: which KV heads share, for "procrustes" and "svd": "adjacent" or "similarity".
+        statistics: a calibration file of this model.
+        metric: what "svd" weighs errors by, see `calibrated`; by default what is best as it is, or
+            before `refine`.
+        refine: what is done to each layer once it is pooled, such as a local fit.
         seed: for "random".
         dtype: "keep", or a type for all floating tensors.
         max_shard_size: largest weight file, such as "5GB"; by default the source's division is
@@ -113,18 +132,27 @@ def convert(
             at=source.config.at,
             remedy=f"gqaconvert expand {model} --kv-heads {num_kv_heads} repeats them",
         )
+    moments = _open_statistics(statistics, source)
+    if refine is not None and metric is None:
+        metric = "plain"  # the others throw away what a fit could not get back
     options = ConversionOptions(
         num_kv_heads=num_kv_heads,
-        method=method,
+        method=method or ("mean" if moments is None else "svd"),
         seed=seed,
         dtype=None if dtype == "keep" else weight_type(dtype).tag,
         max_shard_bytes=_size(max_shard_size),
         tensor_parallel=tensor_parallel,
+        grouping=grouping,
+        metric=metric,
+        statistics_digest=None if moments is None else moments.digest,
+        refined=None if refine is None else refine.identity,
     )
+    identity = None if moments is None else moments.identity.record()
     return change_kv_heads(
         source, options, out,
         dry_run=dry_run, resume=resume, overwrite=overwrite,
         workers=workers, hash_files=hash_files, progress=progress,
+        calibration=Calibration(moments, refine, identity),
     )  # fmt: skip
 
 
@@ -139,8 +167,10 @@ def change_kv_heads(
     workers: int | None,
     hash_files: bool,
     progress: Callable[[int, int], None] | None,
+    calibration: Calibration | None = None,
 ) -> Conversion:
     """Carry out `convert` and `expand` on an opened source."""
+    calibration = calibration or Calibration()
     started = time.monotonic()
     attention = source.attention
     name = default_output_name(source.label, attention.num_heads, options.num_kv_heads)
@@ -153,7 +183,7 @@ def change_kv_heads(
     plan = plan_conversion(source.index, source.config, attention, options)
     sidecars = find_sidecars(source.folder, source.index)
     notices = (
-        *_notices(plan, source),
+        *notices_of(plan, source),
         *(f"not copied: {k} {v}" for k, v in sidecars.left_out.items()),
     )
     _refuse_overlap(target, source.folder)
@@ -162,7 +192,11 @@ def change_kv_heads(
     if not resume:
         check_space(target.parent, needed)
     if dry_run:
-        return Conversion(plan, source, target, written=False, notices=notices, sidecars=sidecars)
+        wanted = options.num_kv_heads
+        layers = predict_plan(plan, source.folder, calibration, [wanted])[wanted]
+        return Conversion(
+            plan, source, target, written=False, notices=notices, sidecars=sidecars, layers=layers
+        )
     added = lacking_tokenizer_files(source.folder, source.becomes)
     notices += added.notices
     with StagedFolder(target, work_digest(plan), resume=resume, overwrite=overwrite) as staged:
@@ -175,12 +209,18 @@ def change_kv_heads(
                 progress(done, plan.size_bytes)
 
         hashes = execute(
-            plan, source.folder, staged, workers=workers or DEFAULT_WORKERS, progress=report
+            plan, source.folder, staged, workers=workers or DEFAULT_WORKERS, progress=report,
+            calibration=calibration,
+        )  # fmt: skip
+        facts: dict[str, Any] = {}
+        if options.is_calibrated:
+            facts = {"layers": layer_reports(plan, staged), "calibration": calibration.identity}
+        _write_small_files(
+            staged.path, plan, source, sidecars, hashes, facts, hash_files=hash_files
         )
-        _write_small_files(staged.path, plan, source, sidecars, hashes, hash_files=hash_files)
         for file, content in added.content.items():
             (staged.path / file).write_text(content, encoding="utf-8")
-        checks = verify_against_plan(staged.path, plan, source.folder, source.config_text)
+        checks = verify_against_plan(staged.path, plan, source.folder, source.config_text, hashes)
         staged.finish()
     seconds = time.monotonic() - started
     return Conversion(plan, source, target, True, tuple(checks), notices, seconds, sidecars)
@@ -192,6 +232,7 @@ def _write_small_files(
     source: SourceCheckpoint,
     sidecars: Sidecars,
     tensor_hashes: dict[str, str],
+    calibrated: dict[str, Any],
     *,
     hash_files: bool,
 ) -> None:
@@ -209,48 +250,17 @@ def _write_small_files(
     names = [shard.name for shard in plan.shards] if hash_files else []
     manifest = build_manifest(
         plan, source.identity, source.index, sidecars, edited, tensor_hashes,
-        {name: hash_file(folder / name) for name in names},
+        {name: hash_file(folder / name) for name in names}, calibrated,
     )  # fmt: skip
     write_json(folder / MANIFEST, manifest)
 
 
-def _notices(plan: ConversionPlan, source: SourceCheckpoint) -> list[str]:
-    notices = []
-    attention, options = plan.attention, plan.options
-    if not attention.certified:
-        notices.append(
-            f"{attention.model_type} is recognised by its names and shapes but is not in the test"
-            " matrix; run `gqaconvert verify --forward` on the output"
-        )
-    degree = options.tensor_parallel
-    if degree > options.num_kv_heads:
-        notices.append(
-            f"{degree} GPUs share {options.num_kv_heads} KV heads: each head is held"
-            f" {degree // options.num_kv_heads} times, so nothing more is saved than with"
-            f" --kv-heads {degree}"
-        )
-    if any(block.key_norm == "full_width" for block in attention.blocks):
-        notices.append(
-            "keys are normalised over all heads together; with pooled heads that norm sees other"
-            " values, so even equal heads give slightly other results"
-        )
-    if attention.caches_all_heads:
-        notices.append(
-            f"transformers repeats the KV heads of {attention.model_type} before it caches them:"
-            " there the cache does not shrink, only in engines that keep KV heads as they are"
-        )
-    if source.becomes:
-        notices.append(
-            f"the class of {source.identity.name} cannot hold fewer KV heads; the output is the"
-            f" equivalent {source.becomes}"
-        )
-    notices += source.notices
-    if not source.config.known:
-        notices.append(
-            f"transformers has no class {source.config.model_type};"
-            " only names and shapes were checked"
-        )
-    return notices
+def _open_statistics(path: str | Path | None, source: SourceCheckpoint) -> StatisticsFile | None:
+    if path is None:
+        return None
+    found = StatisticsFile(path)
+    found.check(source.folder)
+    return found
 
 
 def _refuse_overlap(out: Path, source: Path) -> None:

@@ -16,6 +16,9 @@ from gqaconvert.checkpoint.copying import OutputFile
 from gqaconvert.checkpoint.reader import NUMPY_TYPES, Array, TensorReader
 from gqaconvert.checkpoint.shards import Shard
 from gqaconvert.checkpoint.staging import StagedFolder
+from gqaconvert.checkpoint.tensors import StoredTensor
+from gqaconvert.surgery.execute_layers import execute_layers
+from gqaconvert.surgery.layer_pooling import Calibration
 from gqaconvert.surgery.plan import ConversionPlan, PlannedTensor
 from gqaconvert.surgery.pooling import changed_blocks
 
@@ -63,8 +66,11 @@ def work_digest(plan: ConversionPlan) -> str:
 
 
 def pieces(plan: ConversionPlan) -> list[Piece]:
-    """Cut the work of a plan into pieces, in output order. Pure."""
-    by_name = {tensor.output.name: tensor for tensor in plan.tensors}
+    """Cut the work of a plan into pieces, in output order, whole layers left out. Pure."""
+    whole = plan.whole
+    by_name = {
+        tensor.output.name: tensor for tensor in plan.tensors if tensor.output.name not in whole
+    }
     return [piece for shard in plan.shards for piece in _shard_pieces(shard, by_name)]
 
 
@@ -75,8 +81,12 @@ def execute(
     *,
     workers: int,
     progress: Progress,
+    calibration: Calibration | None = None,
 ) -> dict[str, str]:
     """Write all weight files of a plan into a staged folder.
+
+    Layers that are pooled as a whole are made one after the other in this thread, so that memory
+    holds one of them and linear algebra has the processors, while the threads copy the rest.
 
     Args:
         plan: what to write.
@@ -84,6 +94,7 @@ def execute(
         staged: where; steps already in its journal are not done again.
         workers: threads.
         progress: called with the bytes of each finished piece.
+        calibration: for plans with whole layers.
 
     Returns:
         SHA-256 of the bytes of each pooled or repeated tensor, by name.
@@ -118,6 +129,12 @@ def execute(
         pool = ThreadPoolExecutor(max_workers=workers, thread_name_prefix="convert")
         try:
             futures = [pool.submit(work, piece) for piece in todo]
+            for size in execute_layers(
+                plan, reader, staged, targets.write, calibration or Calibration()
+            ):
+                progress(size)
+                if any(future.done() and future.exception() for future in futures):
+                    break
             finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             # Also on Ctrl-C: what runs is finished and journaled, what waits is left for a resume.
@@ -150,13 +167,18 @@ class _Targets:
     def __getitem__(self, name: str) -> OutputFile:
         return self._files[name]
 
+    def write(self, tensor: StoredTensor, content: memoryview) -> None:
+        self._files[tensor.file].write(content, tensor.begin)
+
 
 def _shard_pieces(shard: Shard, by_name: dict[str, PlannedTensor]) -> Iterator[Piece]:
     copies: list[CopyRun] = []
     computed: list[PlannedTensor] = []
     filled = number = 0
     for placed in shard.tensors:
-        tensor = by_name[placed.name]
+        tensor = by_name.get(placed.name)
+        if tensor is None:
+            continue
         copied = tensor.action == "copy"
         # A tensor may be larger than a piece: its first run fills the room left, the others a piece
         # each.

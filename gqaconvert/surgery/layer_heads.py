@@ -24,11 +24,14 @@ class KeyFreedom:
             among them.
         fixed: why keys may not be changed at all beyond moving heads ("per-head key norm", ...);
             None where planes and free dimensions say it.
+        angles: (P,) radians that RoPE turns each plane by from one token to the next; None where
+            unknown. With them slow planes may mix as far as distances allow.
     """
 
     planes: NDArray[np.intp]
     free: NDArray[np.intp]
     fixed: str | None = None
+    angles: Floats | None = None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import hashlib
 import platform
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ def build_manifest(
     config_text: str,
     tensor_hashes: Mapping[str, str],
     file_hashes: Mapping[str, str],
+    calibrated: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return the content of `gqaconvert.json`.
 
@@ -52,6 +53,7 @@ def build_manifest(
         config_text: the new config.json.
         tensor_hashes: SHA-256 of each tensor whose heads changed.
         file_hashes: SHA-256 of whole files, where they were asked for.
+        calibrated: of a calibrated conversion, `layers` with a report each, and the `calibration`.
     """
     attention = plan.attention
     return {
@@ -69,7 +71,7 @@ def build_manifest(
         },
         "plan": {
             "sha256": plan.digest(),
-            "options": asdict(plan.options),
+            "options": plan.options.record(),
             "model_type": attention.model_type,
             "layout": attention.layout,
             "num_heads": attention.num_heads,
@@ -92,6 +94,7 @@ def build_manifest(
             "tensors": dict(sorted(tensor_hashes.items())),
             "files": dict(file_hashes),
         },
+        **(calibrated or {}),
     }
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from gqaconvert.attention.geometry import Attention
+from gqaconvert.attention.freedom import BlockFreedom
+from gqaconvert.attention.geometry import Attention, AttentionBlock
 from gqaconvert.attention.layouts import Head, Layout, head_order, pooled_sources
 from gqaconvert.checkpoint.shards import Shard
 from gqaconvert.checkpoint.tensors import Derived, StoredTensor
@@ -21,7 +22,7 @@ from gqaconvert.kv_cache.sizes import kv_bytes_per_token
 from gqaconvert.surgery.options import ConversionOptions
 from gqaconvert.units import ELEMENT_TYPES
 
-Action = Literal["copy", "cast", "derive", "pool", "repeat"]
+Action = Literal["copy", "cast", "derive", "pool", "repeat", "fold"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,23 @@ class PlannedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One attention block that a calibrated method pools as a whole.
+
+    Attributes:
+        block: where its tensors are in the source.
+        freedom: what may be changed in it.
+        grouping: which KV heads share.
+        outputs: names of the tensors that come out of it.
+    """
+
+    block: AttentionBlock
+    freedom: BlockFreedom
+    grouping: Literal["adjacent", "similarity"]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ConfigEdit:
     """One key of config.json: its path, the value before (None when absent) and after."""
 
@@ -102,6 +120,8 @@ class ConversionPlan:
         initializer_range: of the class, for `random`.
         dropped: source tensors with no output, and why.
         derived: source tensors that are computed, because the checkpoint is read as another class.
+        layers: blocks that a calibrated method pools as a whole, in layer order.
+        averaged: with a calibrated method, blocks that can only be averaged, and why.
     """
 
     options: ConversionOptions
@@ -115,6 +135,13 @@ class ConversionPlan:
     initializer_range: float
     dropped: Mapping[str, str]
     derived: Mapping[str, Derived]
+    layers: tuple[LayerPlan, ...] = ()
+    averaged: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> frozenset[str]:
+        """Names of the output tensors that are made a layer at a time."""
+        return frozenset(name for layer in self.layers for name in layer.outputs)
 
     @property
     def size_bytes(self) -> int:
@@ -133,7 +160,7 @@ class ConversionPlan:
     def digest(self) -> str:
         """SHA-256 of all that determines the output: plans of one digest write the same bytes."""
         parts = {
-            "options": asdict(self.options),
+            "options": self.options.record(),
             "source": [self.source_fingerprint, self.source_config_sha256],
             "initializer_range": self.initializer_range,
             "config": [asdict(edit) for edit in self.config_edits],
@@ -148,6 +175,8 @@ class ConversionPlan:
                 for t in self.tensors
             ],
         }
+        if self.layers or self.averaged:
+            parts["layers"] = [[layer.block.module, layer.grouping] for layer in self.layers]
         return digest_of(parts)
 
     def changed(self) -> Iterator[PlannedTensor]:

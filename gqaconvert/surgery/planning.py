@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from gqaconvert.attention.blocks import fused_layout_after
+from gqaconvert.attention.freedom import block_freedom
 from gqaconvert.attention.geometry import Attention, AttentionBlock, HeadTensor
 from gqaconvert.attention.layouts import block_rows, head_order, pooled_sources
 from gqaconvert.checkpoint.shards import Shard, lay_out, shard_names, split_by_size
 from gqaconvert.checkpoint.tensors import CheckpointIndex, StoredTensor
-from gqaconvert.errors import UsageError
 from gqaconvert.kv_cache.model_config import ModelConfig
+from gqaconvert.surgery.head_counts import check_count, check_tensor_parallel
+from gqaconvert.surgery.layer_tensors import tensor_names
 from gqaconvert.surgery.options import ConversionOptions
 from gqaconvert.surgery.plan import (
     Action,
     ConfigEdit,
     ConversionPlan,
     HeadChange,
+    LayerPlan,
     PlannedTensor,
     digest_of,
 )
@@ -40,12 +43,13 @@ def plan_conversion(
         UsageError: a count that the heads cannot be pooled or repeated into, or that the degree of
             tensor parallelism does not divide.
     """
-    _check_count(attention, config, options)
-    _check_tensor_parallel(attention, options)
+    check_count(attention, config, options.num_kv_heads)
+    check_tensor_parallel(attention, options)
     aliases = _aliases(index, config)
+    layers, averaged = _layers(index, config, attention, options)
     unplaced = [
         tensor
-        for tensor in _planned(index, attention, options)
+        for tensor in _planned(index, attention, options, layers)
         if tensor.output.name not in aliases
     ]
     shards = _shards(index, [tensor.output for tensor in unplaced], options)
@@ -63,48 +67,34 @@ def plan_conversion(
         initializer_range=float(config.get("initializer_range") or 0.02),
         dropped=aliases,
         derived=index.derived,
+        layers=layers,
+        averaged=averaged,
     )
 
 
-def _check_count(attention: Attention, config: ModelConfig, options: ConversionOptions) -> None:
-    have, wanted = attention.num_kv_heads, options.num_kv_heads
-    if attention.is_poolable(wanted) or attention.is_expandable(wanted):
-        return
-    at = f"{config.at} {'.'.join(config.kv_heads_key or ())}={have}"
-    if wanted == have:
-        raise UsageError(f"the model has {have} KV heads already; nothing to change", at=at)
-    legal = [str(n) for n in attention.poolable()]
-    verb = "pooled" if wanted < have else "repeated"
-    if wanted > have:
-        legal = [
-            str(n) for n in range(have + 1, attention.num_heads + 1) if attention.is_expandable(n)
-        ]
-    raise UsageError(
-        f"{have} KV heads cannot be {verb} into {wanted}",
-        at=at,
-        remedy="--kv-heads " + _choice(legal)
-        if legal
-        else f"a model with {'more' if wanted < have else 'fewer'} KV heads",
-    )
-
-
-def _check_tensor_parallel(attention: Attention, options: ConversionOptions) -> None:
-    degree, wanted = options.tensor_parallel, options.num_kv_heads
-    if attention.num_heads % degree:
-        raise UsageError(
-            f"{attention.num_heads} query heads do not divide by a tensor-parallel degree"
-            f" of {degree}",
-            remedy="a degree that divides the query heads",
+def _layers(
+    index: CheckpointIndex, config: ModelConfig, attention: Attention, options: ConversionOptions
+) -> tuple[tuple[LayerPlan, ...], dict[str, str]]:
+    """Blocks that a calibrated method pools as a whole, and why the others are averaged."""
+    layers: list[LayerPlan] = []
+    averaged: dict[str, str] = {}
+    if not options.is_calibrated:
+        return (), averaged
+    for block in attention.blocks:
+        freedom = block_freedom(block, attention, config, index.tensors)
+        if not freedom.is_calibratable:
+            averaged[block.module] = freedom.reason
+            continue
+        outputs = tensor_names(block, index.tensors)
+        moves = options.grouping == "similarity" and freedom.heads_fixed is None
+        if moves:
+            outputs += [t.name for t in block.head_tensors if t.role == "key_norm"]
+            outputs += freedom.companions
+        layers.append(
+            LayerPlan(block, freedom, "similarity" if moves else "adjacent", tuple(outputs))
         )
-    if wanted % degree and degree % wanted:
-        raise UsageError(
-            f"{wanted} KV heads and a tensor-parallel degree of {degree} do not divide one another",
-            remedy="--kv-heads equal to the degree or to a multiple of it",
-        )
-
-
-def _choice(values: list[str]) -> str:
-    return values[0] if len(values) == 1 else ", ".join(values[:-1]) + " or " + values[-1]
+    layers.sort(key=lambda layer: layer.block.layer or 0)
+    return tuple(layers), averaged
 
 
 def _aliases(index: CheckpointIndex, config: ModelConfig) -> dict[str, str]:
@@ -126,8 +116,12 @@ def _aliases(index: CheckpointIndex, config: ModelConfig) -> dict[str, str]:
 
 
 def _planned(
-    index: CheckpointIndex, attention: Attention, options: ConversionOptions
+    index: CheckpointIndex,
+    attention: Attention,
+    options: ConversionOptions,
+    layers: Iterable[LayerPlan],
 ) -> Iterator[PlannedTensor]:
+    folded = {name for layer in layers for name in layer.outputs}
     changes = {
         head.name: (block, head) for block in attention.blocks for head in block.head_tensors
     }
@@ -141,6 +135,9 @@ def _planned(
         elif name in modules:
             block, names = modules[name]
             yield from _changed_modules([index.tensors[n] for n in names], block, options)
+        elif name in folded:
+            output = replace(tensor, dtype=_dtype(tensor, options), strides=None)
+            yield PlannedTensor(output, "fold", (tensor,))
         elif name not in replaced:
             yield _untouched(tensor, options, derived=name in index.derived)
 

@@ -77,7 +77,7 @@ def changed_blocks(
             initializer_range=plan.initializer_range,
         )
         wide = [h.astype(WIDE_TYPES[source.dtype]) for h in heads]
-        pooled = METHODS[plan.options.method](wide, context).astype(target)
+        pooled = METHODS[plan.options.averaging](wide, context).astype(target)
         yield _finite(pooled, tensor, head.number, head.role)
 
 

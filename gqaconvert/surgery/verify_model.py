@@ -76,10 +76,18 @@ def verify(
         _check_hashes(folder, index, manifest, whole=deep),
     ]
     origin: SourceCheckpoint | None = None
+    if source is not None and "uptrain" in manifest:
+        raise UsageError(
+            "its weights were trained after the conversion, so none of them is the source's",
+            at=str(folder),
+            remedy=f"gqaconvert verify {folder} without --source, and gqaconvert evaluate",
+        )
     if source is not None:
         origin = open_source(source, revision)
         plan = _planned_again(manifest, origin)
-        checks += verify_against_plan(folder, plan, origin.folder, origin.config_text)
+        checks += verify_against_plan(
+            folder, plan, origin.folder, origin.config_text, manifest["sha256"]["tensors"]
+        )
         if deep:
             checks += _compare_all(folder, plan, origin, progress)
     checks.append(check_class(folder, origin.folder if origin and not origin.becomes else None))

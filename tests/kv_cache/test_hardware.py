@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from gqaconvert.errors import UsageError
-from gqaconvert.kv_cache.hardware import accelerators, find_accelerator
+from gqaconvert.kv_cache.hardware import (
+    accelerator_of_device,
+    accelerators,
+    find_accelerator,
+)
 
 
 def test_every_entry_says_where_its_figures_come_from():
@@ -56,3 +60,36 @@ def test_a_table_that_is_none_is_refused_with_an_example(content, tmp_path):
     assert "memory_gib" in error.value.remedy
     with pytest.raises(UsageError):
         accelerators(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 PCIe", "h100-80gb-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_the_name_a_driver_gives_is_found(name, key):
+    assert accelerator_of_device(name).key == key
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA L40", "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GeForce RTX 4090 Laptop GPU",
+     "Quadro RTX 6000", "NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "cpu",
+     "AMD Instinct MI250X / MI250"],
+)  # fmt: skip
+def test_another_chip_of_a_like_name_is_not_taken_for_it(name):
+    assert accelerator_of_device(name) is None

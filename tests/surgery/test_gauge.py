@@ -18,7 +18,7 @@ from zoo import build, largest_difference, logits
 from gqaconvert.attention.geometry import Attention, AttentionBlock
 from gqaconvert.attention.recognise import recognise
 from gqaconvert.kv_cache.model_config import parse_config
-from gqaconvert.surgery.in_memory import _index
+from gqaconvert.surgery.in_memory import memory_index
 
 KV_HEADS = 2
 MODELS = ["llama", "qwen2", "mistral", "cohere", "glm", "ernie4_5", "gemma", "starcoder2", "phi"]
@@ -37,7 +37,7 @@ class Surgeon:
         self.model = build(name, num_kv_heads=KV_HEADS, dtype=torch.float64)
         self.before = logits(self.model)
         config = parse_config(self.model.config.to_dict(), name)
-        self.attention: Attention = recognise(_index(self.model.state_dict()).tensors, config)
+        self.attention: Attention = recognise(memory_index(self.model.state_dict()).tensors, config)
         self.rotary = config.rope.partial_rotary_factor or 1.0
 
     def change(self) -> float:

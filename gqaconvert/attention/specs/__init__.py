@@ -17,7 +17,7 @@ import yaml
 from gqaconvert.attention.layouts import Layout
 
 _FOLDER = Path(__file__).parent
-_NOT_LAYOUTS = frozenset({"naming", "refused", "rope"})
+_NOT_LAYOUTS = frozenset({"freedom", "naming", "refused", "rope"})
 
 LegalCount = Literal["one", "even"]
 
@@ -107,6 +107,31 @@ def naming() -> Naming:
     """Return naming.yaml."""
     lists = _load("naming")
     return Naming(**{key: frozenset(values) for key, values in lists.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class FreedomFacts:
+    """What the code of a class, and no tensor, says about its heads; see freedom.yaml."""
+
+    keys_fixed: Mapping[str, str]
+    values_fixed: Mapping[str, str]
+    key_norm_options: Mapping[str, str]
+    rope_in_sliding_layers: frozenset[str]
+    gates: frozenset[str]
+    per_query_head: frozenset[str]
+    output_norms: frozenset[str]
+    query_norms: frozenset[str]
+    not_per_head: frozenset[str]
+
+
+@cache
+def freedom_facts() -> FreedomFacts:
+    """Return freedom.yaml."""
+    facts: dict[str, Any] = {
+        key: frozenset(value) if isinstance(value, list) else value
+        for key, value in _load("freedom").items()
+    }
+    return FreedomFacts(**facts)
 
 
 @cache

@@ -1,0 +1,166 @@
+"""`gqaconvert uptrain RECIPE`: trains a converted model, on one process or many."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gqaconvert.cli.terminal import say, show_json
+
+if TYPE_CHECKING:
+    from gqaconvert.settings.recipe import Recipe
+    from gqaconvert.training.launch import Route
+    from gqaconvert.training.run import Uptraining
+
+
+def uptrain_command(
+    recipe: Annotated[str, typer.Argument(help="A recipe's file, or the name of one that ships.")],
+    accelerate_config: Annotated[
+        str | None,
+        typer.Option(help="cpu, single_gpu, ddp, fsdp2, multi_node, or a file of accelerate's."),
+    ] = None,
+    num_processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes in all; on CPUs as well.")
+    ] = None,
+    override: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Change a key of the recipe, such as uptrain.lr=1e-4."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run.", show_default="runs/NAME")
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="auto, or a saved state's folder, to go on from it.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Forget an earlier run in the same folder.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print memory, disk and steps, and stop.")
+    ] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="With --dry-run: a device that is not here, such as h100 or a100-80gb."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    launched: Annotated[bool, typer.Option("--launched", hidden=True)] = False,
+) -> None:
+    """Bring the quality of a converted model back by training it, against its source or on text.
+
+    The recipe says which model is converted how, what it is trained on and for how long. What is
+    saved on the way lets an interrupted run go on: repeat the command with --resume auto.
+    """
+    from gqaconvert.settings.recipes import load_recipe
+
+    overrides = override or []
+    content = load_recipe(recipe, overrides)
+    if dry_run:
+        from gqaconvert.cli.uptrain_plan import show_plan
+
+        show_plan(content, accelerate_config, num_processes, gpu, json=json)
+        return
+    route = None
+    if not launched:
+        route = _route(
+            recipe, accelerate_config, num_processes, overrides, out, resume, overwrite=overwrite
+        )
+    if route is not None:
+        from gqaconvert.training.launch import launch
+        from gqaconvert.training.prepare import settings_of
+
+        settings_of(content)
+        say(f"starting {route.num_processes} processes ({'FSDP2' if route.sharded else 'DDP'})")
+        code = launch(route)
+        if code == 0 and json:
+            _show_saved_summary(content, out)
+        raise typer.Exit(code)
+    _train_here(content, out, resume, overwrite=overwrite, json=json and not launched)
+
+
+def _route(
+    recipe: str,
+    accelerate_config: str | None,
+    num_processes: int | None,
+    overrides: list[str],
+    out: Path | None,
+    resume: str | None,
+    *,
+    overwrite: bool,
+) -> Route | None:
+    if accelerate_config is None and (num_processes or 1) == 1:
+        return None
+    import torch
+
+    from gqaconvert.settings.recipes import accelerate_config as find_config
+    from gqaconvert.training.launch import choose_route
+
+    arguments = [recipe, *(part for each in overrides for part in ("--set", each))]
+    if out is not None:
+        arguments += ["--out", str(out)]
+    if resume is not None:
+        arguments += ["--resume", resume]
+    if overwrite:
+        arguments.append("--overwrite")
+    return choose_route(
+        find_config(accelerate_config) if accelerate_config else None,
+        num_processes,
+        arguments,
+        num_gpus=torch.cuda.device_count(),
+        num_cores=os.cpu_count() or 1,
+    )
+
+
+def _train_here(
+    recipe: Recipe, out: Path | None, resume: str | None, *, overwrite: bool, json: bool
+) -> None:
+    from gqaconvert.cli.training_progress import training_progress
+    from gqaconvert.errors import GqaconvertError
+    from gqaconvert.settings.budget import total_steps
+    from gqaconvert.training.launch import leave_outcome
+    from gqaconvert.training.run import uptrain
+
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        with training_progress(total_steps(recipe)) as report:
+            result = uptrain(recipe, out, resume=resume, overwrite=overwrite, reports=(report,))
+    except GqaconvertError as error:
+        leave_outcome(error.exit_code)
+        raise
+    if result.ending == "interrupted":
+        if first:
+            say(
+                f"interrupted at step {result.facts.step}; the state is saved: repeat the command"
+                " with --resume auto"
+            )
+        raise typer.Exit(leave_outcome(130))
+    if first:
+        _tell(result)
+        if json:
+            show_json(dict(result.summary))
+
+
+def _tell(result: Uptraining) -> None:
+    summary = result.summary
+    say(
+        f"{result.ending} after {summary['steps']} steps, {summary['tokens']:,} tokens,"
+        f" {summary['seconds']:.0f} s ({summary['tokens_per_s']:,.0f} tokens/s)"
+    )
+    if summary["first_loss"] is not None:
+        say(
+            f"held-out loss {summary['first_loss']:.3f} → {summary['last_loss']:.3f} nats a token;"
+            f" source {summary['source_loss']:.3f}"
+        )
+    if summary["skipped_steps"]:
+        say(f"{summary['skipped_steps']} steps were skipped, see {result.folder.metrics}")
+    say(f"model: {result.folder.export}")
+    say(f"losses: {result.folder.curve}, {result.folder.metrics}")
+
+
+def _show_saved_summary(recipe: Recipe, out: Path | None) -> None:
+    from gqaconvert.checkpoint.sidecars import read_json_object
+    from gqaconvert.training.folder import run_folder
+
+    show_json(read_json_object(run_folder(out, recipe.name or "run").summary))
