@@ -101,6 +101,12 @@ class Recipe(Settings):
     report: ReportSettings | None = None
 
     @model_validator(mode="after")
+    def _distils_once(self) -> Recipe:
+        if self.uptrain and self.convert.distill_steps:
+            raise ValueError("uptrain distils; leave convert.distill_steps out")
+        return self
+
+    @model_validator(mode="after")
     def _alpha_refers_to_something(self) -> Recipe:
         budget = self.uptrain.budget if self.uptrain else None
         if budget and budget.alpha is not None and self.source.pretraining_tokens is None:

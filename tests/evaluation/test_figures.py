@@ -9,9 +9,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from gqaconvert.errors import UsageError
-from gqaconvert.figure_style import COLOURS, MARKERS, format_tokens
 from gqaconvert.evaluation.figures import draw_bench, draw_heads, draw_sweep
 from gqaconvert.evaluation.head_similarity import head_similarity
+from gqaconvert.figure_style import COLOURS, MARKERS, format_tokens
 
 
 def timing(seconds: float) -> dict:

@@ -116,6 +116,10 @@ class TestFaults:
         )
         assert refusal(path) == ["uptrain.budget.alpha needs source.pretraining_tokens"]
 
+    def test_a_recipe_distils_in_one_place(self, path):
+        path.write_text(GOOD.replace("kv_heads:", "distill_steps: 5, kv_heads:"))
+        assert refusal(path) == ["uptrain distils; leave convert.distill_steps out"]
+
     def test_missing_sections_and_an_empty_list(self, path):
         path.write_text("version: 1\nuptrain:\n  data:\n    datasets: []\n  lr: 1\n")
         assert refusal(path)[1:] == [
