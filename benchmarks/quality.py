@@ -19,17 +19,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from gqaconvert.corpus.text import load_text
-from gqaconvert.corpus.windows import Window, spread, strided_windows
-from gqaconvert.evaluation.divergence import LiveSource, measure_divergence
-from gqaconvert.evaluation.perplexity import measure_perplexity
-from gqaconvert.evaluation.scoring import Reader
 from gqaconvert.figure_style import COLOURS, new_figure
-from gqaconvert.modelling.models import LoadedModel, load_model
+
+if TYPE_CHECKING:
+    from gqaconvert.corpus.windows import Window
+    from gqaconvert.evaluation.divergence import LiveSource
+    from gqaconvert.modelling.models import LoadedModel
 
 
 def rows_of(options: argparse.Namespace) -> dict[str, list[str]]:
@@ -80,6 +77,10 @@ def make(options: argparse.Namespace, name: str, arguments: list[str]) -> dict[s
 def measure(
     loaded: LoadedModel, windows: list[Window], source: LiveSource | None
 ) -> dict[str, float]:
+    from gqaconvert.evaluation.divergence import measure_divergence
+    from gqaconvert.evaluation.perplexity import measure_perplexity
+    from gqaconvert.evaluation.scoring import Reader
+
     reader = Reader(loaded)
     perplexity = measure_perplexity(loaded, windows, settings={}, reader=reader)
     found = {"perplexity": perplexity.value, "stderr": perplexity.stderr or 0.0}
@@ -125,9 +126,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/quality"))
     parser.add_argument("--figure", type=Path)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     options.out.mkdir(parents=True, exist_ok=True)
     made = {name: make(options, name, arguments) for name, arguments in rows_of(options).items()}
+    # Only now: a process starts with the peak memory of the one that makes it.
+    import torch
+
+    from gqaconvert.corpus.text import load_text
+    from gqaconvert.corpus.windows import spread, strided_windows
+    from gqaconvert.evaluation.divergence import LiveSource
+    from gqaconvert.evaluation.scoring import Reader
+    from gqaconvert.modelling.models import load_model
+
+    torch.set_num_threads(options.threads)
     source = load_model(options.model, dtype=options.dtype)
     text = load_text(options.test)
     windows = spread(
@@ -143,8 +153,10 @@ def main() -> None:
     for name, row in table.items():
         cells = [f"{row['perplexity']:,.1f} ± {row['stderr']:,.1f}"]
         cells += [f"{row['kl']:.3f}", f"{100 * row['top1']:.1f} %"] if "kl" in row else ["", ""]
-        made_in = [f"{row['seconds']:.0f}", f"{row['peak_bytes'] / 1e9:.1f}"]
-        cells += made_in if "seconds" in row else ["", ""]
+        if "seconds" in row:
+            cells += [f"{row['seconds']:.0f}", f"{row['peak_bytes'] / 1e9:.1f}"]
+        else:
+            cells += ["", ""]
         print(f"| {name} | " + " | ".join(cells) + " |")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     content = {"table": table, "test": text.sha256, "windows": len(windows), "measuring": peak}

@@ -16,7 +16,7 @@ def trained_card(card: str, facts: Mapping[str, Any]) -> str:
 
     Args:
         card: that of the checkpoint that was trained.
-        facts: see `run.training_facts`.
+        facts: see `summary.facts_of_training`.
     """
     paragraphs = card.split("\n\n")
     # What the conversion says about an untrained model no longer holds.

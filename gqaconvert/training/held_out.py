@@ -29,6 +29,7 @@ class HeldOut:
         world: the processes; each reads a part.
 
     Attributes:
+        name: of the text, without folders.
         tokens: scored in all.
         sha256: of the text.
     """
@@ -48,6 +49,7 @@ class HeldOut:
         self._micro_batch = micro_batch
         self._world = world
         self.tokens = sum(window.num_scored for window in self._windows)
+        self.name = text.name
         self.sha256 = hashlib.sha256(text.text.encode(errors="surrogatepass")).hexdigest()
 
     def loss(self, cross_entropy: CrossEntropy) -> float:

@@ -210,7 +210,8 @@ class Loop:
             with self._model.synchronised(number == len(micro) - 1):
                 sums = self._model(batch.to(job.world.device), counted, weight)
                 # Gradients are averaged over processes, and should be added up.
-                torch.autograd.backward(sums.total * job.world.num_processes)
+                count = job.world.num_processes
+                torch.autograd.backward(sums.total * count if count > 1 else sums.total)
             losses += torch.stack([getattr(sums, name).detach().double() for name in _PARTS]).cpu()
         return losses
 

@@ -22,7 +22,7 @@ from gqaconvert.training.logit_losses import (
     softmax_type,
 )
 
-CHUNK_TOKENS = {"cpu": 512, "cuda": 1024}
+CHUNK_TOKENS = {"cpu": 1024, "cuda": 1024}
 """Positions whose logits are held at a time: enough for the head's gradient, which is written once
 a chunk, to cost little beside the products."""
 
@@ -215,6 +215,8 @@ class _ChunkedLoss(torch.autograd.Function):
             )
         gradients: tuple[torch.Tensor | None, ...] = ctx.gradients
         ctx.gradients = None  # so that accumulation can take them over instead of copying
+        if weighted.device.type == "cpu" and float(weighted) == 1.0:
+            return gradients  # a pass over the head's gradient saved; on a GPU asking costs more
         return tuple(each if each is None else each.mul_(weighted) for each in gradients)
 
 

@@ -28,7 +28,7 @@ from gqaconvert.training.memory_parts import (
 from gqaconvert.training.model_facts import ModelFacts
 from gqaconvert.units import format_memory, weight_type
 
-CHUNK_TOKENS = {"cpu": 512, "cuda": 1024}
+CHUNK_TOKENS = {"cpu": 1024, "cuda": 1024}
 """Positions whose logits exist at one time where the recipe leaves it open, as in `losses`, which
 needs torch."""
 

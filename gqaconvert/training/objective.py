@@ -130,8 +130,8 @@ class Objective(torch.nn.Module):
             split.logits,
             split.head_parameters(),
             weights=LossWeights(
-                next_token=settings.next_token,
-                distill=distill_weight,
+                next_token=settings.next_token / normaliser,
+                distill=distill_weight / normaliser,
                 temperature=settings.temperature,
                 top_k=settings.top_k,
             ),
@@ -146,14 +146,15 @@ class Objective(torch.nn.Module):
                 (settings.attention, of_student.attention, of_teacher.attention),
             )
         ]
-        weighted = sums.weighted + settings.hidden * matched[0] + settings.attention * matched[1]
+        # The large gradients, those of logits and head, are made with the normaliser in them.
+        states = settings.hidden * matched[0] + settings.attention * matched[1]
         return LossSums(
             next_token=sums.next_token,
             distill=sums.distill,
             hidden=matched[0].detach(),
             attention=matched[1].detach(),
             counted=counted.sum(),
-            total=weighted / normaliser,
+            total=sums.weighted + states / normaliser,
         )
 
     def _ask_teacher(
