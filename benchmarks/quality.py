@@ -94,15 +94,21 @@ def draw(table: dict[str, dict[str, Any]], path: Path) -> None:
     names = [name for name in table if name != "source"]
     with new_figure(path, (7.0, 3.4)) as figure:
         axes = figure.add_subplot()
-        values = [table[name]["perplexity"] for name in names]
-        axes.barh(names[::-1], values[::-1], color=COLOURS[0], height=0.6)
-        axes.axvline(table["source"]["perplexity"], color=COLOURS[-1], linestyle="--")
-        for place, value in enumerate(values[::-1]):
-            axes.text(value * 1.05, place, f"{value:,.0f}" if value > 100 else f"{value:.1f}",
-                      va="center", fontsize=8)  # fmt: skip
+        values = [table[name]["perplexity"] for name in names][::-1]
+        source = table["source"]["perplexity"]
+        # Points, not bars: a logarithmic axis has no zero for bars to stand on.
+        places = range(len(names))
+        axes.hlines(places, source, values, color=COLOURS[0], linewidth=1.0, alpha=0.5)
+        axes.plot(values, places, "o", color=COLOURS[0])
+        axes.axvline(source, color=COLOURS[-1], linestyle="--")
+        axes.set_yticks(list(places), names[::-1])
+        axes.set_ylim(-0.6, len(names) - 0.3)
+        for place, value in zip(places, values, strict=True):
+            label = f"{value:,.0f}" if value > 100 else f"{value:.1f}"
+            axes.annotate(label, (value, place), (6, 4), textcoords="offset points", fontsize=8)
         axes.set_xscale("log")
-        axes.set_xlim(10, max(values) * 4)
-        axes.set_xlabel("perplexity of held-out text (dashed: source)")
+        axes.set_xlim(source / 2, max(values) * 6)
+        axes.set_xlabel(f"perplexity of held-out text (dashed: source, {source:.1f})")
         axes.grid(visible=False, axis="y")
 
 

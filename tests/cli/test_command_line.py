@@ -242,7 +242,13 @@ class TestErrors:
         words = ["convert", tmp_path / "model", tmp_path / "out", "--kv-heads", 2, "--workers", 1]
         first = small_pieces + slow + command(*words).replace("assert not stop.code", "sys.exit")
         first = first.replace("sys.exit, stop.code", "sys.exit(stop.code)")
-        process = subprocess.Popen([sys.executable, "-c", first], stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", first],
+            stderr=subprocess.PIPE,
+            text=True,
+            # Shells let what runs in the background ignore it, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         staged = tmp_path / ".out.partial" / "journal.jsonl"
         while not staged.is_file() or len(staged.read_text().splitlines()) < 3:
             time.sleep(0.01)

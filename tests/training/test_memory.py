@@ -86,7 +86,7 @@ def measure(wanted, model, teacher=None):
     held = torch.bfloat16 if wanted.precision == "pure-bf16" else torch.float32
     objective = Objective(model.to(held), wanted.loss, teacher=teacher).train()
     if wanted.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable()
     optimiser = make_optimiser(model, wanted)
     sequences, context = wanted.micro_batch, wanted.data.context
     batch = Batch(
@@ -214,7 +214,7 @@ def test_the_shape_of_a_7b_model_takes_what_was_estimated(checkpointing):
         model = LlamaForCausalLM(LlamaConfig(num_key_value_heads=8))
         assert sum(each.numel() for each in model.parameters()) == facts.parameters
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable()
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         standing = [*model.parameters(), *(each.grad for each in model.parameters())]
