@@ -125,7 +125,9 @@ def _train_here(
     first = os.environ.get("RANK", "0") == "0"
     try:
         with training_progress(total_steps(recipe)) as report:
-            result = uptrain(recipe, out, resume=resume, overwrite=overwrite, reports=(report,))
+            result = uptrain(
+                recipe, out, resume=resume, overwrite=overwrite, reports=(report,), tell=say
+            )
     except GqaconvertError as error:
         leave_outcome(error.exit_code)
         raise

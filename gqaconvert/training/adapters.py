@@ -126,4 +126,5 @@ def _peft() -> ModuleType:
             at="uptrain.lora",
             remedy="pip install gqaconvert[peft]",
         ) from error
-    return peft
+    module: ModuleType = peft  # untyped where it is not installed
+    return module

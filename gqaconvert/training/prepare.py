@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,11 @@ def find_source(recipe: Recipe, world: World) -> Path:
     return world.first_does(lambda: find_model(recipe.source.model, recipe.source.revision).folder)
 
 
-def find_start(recipe: Recipe, folder: RunFolder, world: World) -> Path:
+Tell = Callable[[str], None]
+"""Told in words what takes its time."""
+
+
+def find_start(recipe: Recipe, folder: RunFolder, world: World, tell: Tell) -> Path:
     """Folder of the checkpoint to train; the recipe's conversion is made where it is missing."""
 
     def find() -> Path:
@@ -69,7 +73,7 @@ def find_start(recipe: Recipe, folder: RunFolder, world: World) -> Path:
         if start is not None:
             return find_model(start).folder
         if not folder.converted.exists():
-            made = _convert(recipe, folder, world)
+            made = _convert(recipe, folder, world, tell)
             if not made.written:  # it has that many KV heads already
                 return made.source.folder
         return folder.converted
@@ -77,9 +81,10 @@ def find_start(recipe: Recipe, folder: RunFolder, world: World) -> Path:
     return world.first_does(find)
 
 
-def _convert(recipe: Recipe, folder: RunFolder, world: World) -> Conversion:
+def _convert(recipe: Recipe, folder: RunFolder, world: World, tell: Tell) -> Conversion:
     """Make the conversion that the recipe describes."""
     wanted = recipe.convert
+    tell(f"converting {recipe.source.model} to {wanted.kv_heads} KV heads ({wanted.method})")
     calibration = fitting = None
     if wanted.calibration is not None:
         is_file = looks_like_safetensors(Path(wanted.calibration))
@@ -100,6 +105,8 @@ def _convert(recipe: Recipe, folder: RunFolder, world: World) -> Conversion:
         dtype=wanted.dtype,
         revision=recipe.source.revision,
         resume=True,
+        calibrating=lambda done, count: tell(f"calibrating: layer {done} of {count}"),
+        tell=tell,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -74,6 +74,7 @@ def uptrain(
     resume: str | None = None,
     overwrite: bool = False,
     reports: tuple[Report, ...] = (),
+    tell: Callable[[str], None] | None = None,
 ) -> Uptraining:
     """Train a converted model; call it in every process of a run.
 
@@ -83,6 +84,7 @@ def uptrain(
         resume: "auto" to go on from the newest saved state if there is any, or a state's folder.
         overwrite: forget an earlier run in the same folder.
         reports: who hears of every line of the metrics, on the first process.
+        tell: told in words what takes its time before the first step, on the first process.
 
     Raises:
         RefusedError: an earlier run is in the way, or goes on as another one; or there is too
@@ -99,7 +101,7 @@ def uptrain(
     check_resources(recipe, *_devices(world), folder.path)
     state = world.first_does(lambda: _claim(folder, recipe, resume, overwrite=overwrite))
     source = find_source(recipe, world)
-    start = find_start(recipe, folder, world)
+    start = find_start(recipe, folder, world, tell or (lambda _: None))
     loaded = load_student(start, settings, world)
     dtypes = stored_dtypes(loaded.model)
     run_identity = identity(recipe, loaded.weights_sha256)
