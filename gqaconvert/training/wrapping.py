@@ -67,7 +67,6 @@ class WrappedModel:
         self._wrapped = nn.parallel.DistributedDataParallel(
             self._objective,
             device_ids=[device] if device.type == "cuda" else None,
-            broadcast_buffers=False,
             gradient_as_bucket_view=True,
             find_unused_parameters=not (loss.next_token or loss.distill),
         )
