@@ -43,7 +43,7 @@ def uptrain_command(
     ] = False,
     gpu: Annotated[
         str | None,
-        typer.Option(help="With --dry-run: a device that is not here, such as h100 or a100-80gb."),
+        typer.Option(help="With --dry-run: a device that is not here, such as h100-80gb."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     launched: Annotated[bool, typer.Option("--launched", hidden=True)] = False,
