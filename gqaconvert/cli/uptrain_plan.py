@@ -63,7 +63,7 @@ def show_plan(
         )
         show_table(["memory of one device", ""], [list(row) for row in memory.rows()])
         show_table(["disk", ""], [list(row) for row in resources.disk.rows()])
-        say(f"{format_count(resources.flops.model)}FLOP a token, teacher included")
+        say(f"{format_count(resources.flops.model)} FLOP a token, teacher included")
     shortage = memory_shortage(resources.memory)
     if shortage is not None:
         raise shortage
