@@ -14,7 +14,6 @@ import torch
 from gqaconvert.attention.blocks import layer_number
 from gqaconvert.attention.geometry import AttentionBlock
 from gqaconvert.attention.recognise import recognise
-from gqaconvert.attention.specs import naming
 from gqaconvert.checkpoint.tensors import StoredTensor
 from gqaconvert.errors import UnsupportedModelError
 from gqaconvert.kv_cache.model_config import parse_config
@@ -52,37 +51,6 @@ class LayerAttention:
 def text_body(model: Any) -> Any:  # noqa: ANN401
     """Return the module that turns token ids into hidden states, without the head."""
     return model.base_model
-
-
-def find_layers(model: Any) -> tuple[str, list[torch.nn.Module]]:  # noqa: ANN401
-    """Return the path of a model's list of decoder layers, and the layers.
-
-    Raises:
-        UnsupportedModelError: none, or more than one that could be it.
-    """
-    expected = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-    found = [
-        (path, list(module))
-        for path, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList)
-        and path.rpartition(".")[2] in naming().layer_lists
-        and len(module) == expected
-        and not set(path.split(".")) & set(naming().towers)
-    ]
-    decoder = model.get_decoder()
-    if len(found) > 1 and decoder is not model:
-        inside = {id(module) for module in decoder.modules()}
-        found = [(path, layers) for path, layers in found if id(layers[0]) in inside]
-    outer = [
-        (path, layers)
-        for path, layers in found
-        if not any(path.startswith(f"{other}.") for other, _ in found)
-    ]
-    if len(outer) != 1:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has {len(outer)} lists of {expected} decoder layers, not one"
-        )
-    return outer[0]
 
 
 def find_attention(model: Any) -> dict[int, LayerAttention]:  # noqa: ANN401

@@ -19,9 +19,9 @@ from accelerate import init_empty_weights
 from accelerate.hooks import AlignDevicesHook, SequentialHook, remove_hook_from_module
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gqaconvert.calibration.decoder_layers import find_layers
 from gqaconvert.errors import GqaconvertError
 from gqaconvert.modelling.classes import FORWARD_THROUGH, model_class, quiet_transformers
+from gqaconvert.modelling.layers import find_layers
 
 _SHARE_OF_MEMORY = 0.6
 """Weights that take more than this of the free memory stay on disk."""

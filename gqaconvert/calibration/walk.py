@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from gqaconvert.calibration.decoder_layers import find_layers, text_body
+from gqaconvert.calibration.decoder_layers import text_body
 from gqaconvert.calibration.hidden_states import HiddenStates
 from gqaconvert.calibration.offloaded import weights_held
 from gqaconvert.errors import UnsupportedModelError
+from gqaconvert.modelling.layers import find_layers
 
 _TRIAL_TOKENS = 8
 _HIDDEN = "hidden_states"

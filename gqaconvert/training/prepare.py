@@ -17,6 +17,7 @@ from gqaconvert.calibration.conversion import (
 from gqaconvert.checkpoint.header import looks_like_safetensors
 from gqaconvert.checkpoint.staging import check_space
 from gqaconvert.errors import RefusedError, UsageError
+from gqaconvert.modelling.layers import find_layers
 from gqaconvert.modelling.models import (
     LoadedModel,
     find_model,
@@ -29,7 +30,7 @@ from gqaconvert.surgery.convert import Conversion
 from gqaconvert.training.adapters import add_adapters
 from gqaconvert.training.folder import RunFolder
 from gqaconvert.training.objective import Objective
-from gqaconvert.training.sharding import decoder_layers, process_mesh, shard
+from gqaconvert.training.sharding import process_mesh, shard
 from gqaconvert.training.stream import open_batches
 from gqaconvert.training.teacher import Teacher, load_teacher
 from gqaconvert.training.teacher_cache import TeacherCache, write_teacher_cache
@@ -126,7 +127,7 @@ def load_student(start: Path, settings: UptrainSettings, world: World) -> Loaded
     if settings.activation_checkpointing:
         model.activation_checkpointing_enable()
     if settings.compile:
-        for layer in decoder_layers(model):
+        for layer in find_layers(model)[1]:
             layer.compile()
     return loaded
 

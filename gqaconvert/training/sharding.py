@@ -14,33 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from gqaconvert.errors import UnsupportedModelError
+from gqaconvert.modelling.layers import find_layers
 
 
 def process_mesh(device: torch.device, num_processes: int) -> DeviceMesh:
     """One dimension over all processes."""
     return init_device_mesh(device.type, (num_processes,))
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a decoder, in order.
-
-    Raises:
-        UnsupportedModelError: a class without a list of like modules.
-    """
-    lists: list[nn.ModuleList] = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and len({type(each) for each in module}) == 1
-    ]
-    if not lists:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no list of decoder layers to divide among processes",
-            remedy="--accelerate-config ddp",
-        )
-    # The experts of a mixture are a list as well, but within a layer: the largest list is it.
-    sizes = [sum(parameter.numel() for parameter in each.parameters()) for each in lists]
-    return list(lists[sizes.index(max(sizes))])
 
 
 def shard(
@@ -63,7 +42,7 @@ def shard(
         if compute is not None
         else MixedPrecisionPolicy()
     )
-    for layer in decoder_layers(model):
+    for layer in find_layers(model)[1]:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(root, mesh=mesh, mp_policy=policy)
 

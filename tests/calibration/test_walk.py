@@ -6,10 +6,11 @@ import pytest
 import torch
 from zoo import MHA_ONLY, ZOO, build, inputs, save, text_model
 
-from gqaconvert.calibration.decoder_layers import find_attention, find_layers
+from gqaconvert.calibration.decoder_layers import find_attention
 from gqaconvert.calibration.offloaded import load_offloaded
 from gqaconvert.calibration.walk import Walk
 from gqaconvert.errors import UnsupportedModelError
+from gqaconvert.modelling.layers import find_layers
 
 ENCODER_DECODERS = {"t5", "bart", "whisper"}
 ODD = {"dory", "mllama"}  # layers that take what earlier ones left aside; layers left out
