@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gqaconvert.attention.inspection import inspect as inspect
     from gqaconvert.calibration.calibrate import calibrate as calibrate
     from gqaconvert.evaluation.evaluate import evaluate as evaluate
+    from gqaconvert.reporting.report import report as report
     from gqaconvert.surgery.convert import convert as convert
     from gqaconvert.surgery.expand import expand as expand
     from gqaconvert.surgery.in_memory import convert_model as convert_model
@@ -30,6 +31,7 @@ _PLACES = {
     "evaluate": "gqaconvert.evaluation.evaluate",
     "expand": "gqaconvert.surgery.expand",
     "inspect": "gqaconvert.attention.inspection",
+    "report": "gqaconvert.reporting.report",
     "uptrain": "gqaconvert.training.run",
     "verify": "gqaconvert.surgery.verify_model",
 }
@@ -43,6 +45,7 @@ __all__ = [
     "evaluate",
     "expand",
     "inspect",
+    "report",
     "uptrain",
     "verify",
 ]

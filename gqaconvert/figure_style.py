@@ -7,10 +7,11 @@ drawn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import io
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gqaconvert.errors import UsageError
 from gqaconvert.units import format_memory
@@ -22,6 +23,44 @@ if TYPE_CHECKING:
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":")
+INK = "#1a1b1c"
+"""What is written and drawn in no colour of its own. A page puts the reader's text colour here."""
+PAPER = "#fefdfc"
+"""What hides lines behind a label. A page puts its ground here."""
+
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "gqaconvert",
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    # Names of models are not formulas.
+    "text.parse_math": False,
+}
+_PAGE_STYLE: dict[Any, Any] = {
+    **_STYLE,
+    **dict.fromkeys(
+        ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK
+    ),
+    "grid.color": INK,
+    "grid.alpha": 0.14,
+    "grid.linewidth": 0.7,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "figure.facecolor": "none",
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "axes.labelsize": 9.0,
+    "axes.titlesize": 9.0,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "legend.fontsize": 8.5,
+    "legend.frameon": False,
+    "lines.linewidth": 1.7,
+    "lines.markersize": 5.5,
+    # Letters stay letters: they can be searched, read aloud, and take the page's colour.
+    "svg.fonttype": "none",
+}
 
 _SUFFIXES = (".svg", ".png", ".pdf")
 
@@ -53,7 +92,7 @@ def new_figure(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with mpl.rc_context({"svg.hashsalt": "gqaconvert", "axes.grid": True, "grid.alpha": 0.3}):
+    with mpl.rc_context(_STYLE):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasAgg(figure)
         yield figure
@@ -62,8 +101,32 @@ def new_figure(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
         figure.savefig(path, dpi=160, metadata=None if path.suffix.lower() == ".png" else metadata)
 
 
+def draw_svg(draw: Callable[[Figure], None], size: tuple[float, float]) -> str:
+    """Draw a figure for a page, and return its SVG: no ground, `INK` for lines and letters.
+
+    Args:
+        draw: fills the figure.
+        size: width and height in inches.
+    """
+    import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(_PAGE_STYLE):
+        figure = Figure(figsize=size, layout="constrained")
+        FigureCanvasSVG(figure)
+        draw(figure)
+        file = io.StringIO()
+        # Metadata would be a date, and addresses of what defines its terms.
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(file, format="svg", metadata=nothing)
+    return file.getvalue()
+
+
 def format_tokens(tokens: int) -> str:
-    """Tokens as they are written on axes: 512, 2k, 12.3k."""
+    """Tokens as they are written on axes: 512, 2k, 12.3k, 1M."""
+    if tokens >= 1024**2:
+        return f"{tokens / 1024**2:.3g}M"
     return f"{tokens / 1024:.3g}k" if tokens >= 1024 else str(tokens)
 
 

@@ -110,6 +110,15 @@ def format_count(count: float) -> str:
     return f"{count:g}"
 
 
+def format_duration(seconds: float) -> str:
+    """Write a time with the unit a person would use: 12 s, 3 min, 2.5 h, 4.1 days."""
+    for limit, size, unit in ((90, 1, "s"), (5400, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            value = seconds / size
+            return f"{value:.1f} {unit}" if unit == "h" and value < 10 else f"{value:.0f} {unit}"
+    return f"{seconds / 86400:.1f} days"
+
+
 def _format(value: float, base: int, names: tuple[str, ...]) -> str:
     power = 0
     while abs(value) >= base and power < len(names) - 1:

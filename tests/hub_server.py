@@ -2,7 +2,8 @@
 
 Answers what `huggingface_hub` asks (model and tree listings, HEAD and ranged GET of files,
 redirects to another address as the Hub's CDN does) and records every request with the bytes it
-sent. Use:
+sent. With a folder to store in it takes uploads too: who is logged in, new repositories, the check
+of a card, large files over LFS, and commits. Use:
 
     with HubServer() as hub:
         hub.add("owner/name", folder)
@@ -23,6 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from urllib.parse import unquote, urlsplit
 
+from hub_server_uploads import UploadAnswers
+
 
 @dataclass
 class Repo:
@@ -31,6 +34,8 @@ class Repo:
     folder: Path
     gated: bool
     branches: tuple[str, ...]
+    private: bool = False
+    commits: list[str] = field(default_factory=list)
 
     @property
     def commit(self) -> str:
@@ -65,9 +70,23 @@ class HubServer:
         ignore_ranges: answer ranged requests with the whole file, as some mirrors do.
         redirect_weights: send requests for weights to a CDN address first, as the Hub does.
         fail_with: answer everything with this status.
+        fail_at: answer what has this in its address with the status given.
+        storage: folder for what is uploaded; without one nothing can be.
+        account: who is logged in with the token.
+        organisations: that the account belongs to.
+        role: of the token, "write", "read" or "fineGrained".
+        card_faults: what the check of a card finds wrong.
+        large: ends of names of files that go over LFS, not in the commit.
     """
 
     token: str = "hf_stand_in_token"
+    storage: Path | None = None
+    account: str = "somebody"
+    organisations: tuple[str, ...] = ()
+    role: str = "write"
+    card_faults: tuple[str, ...] = ()
+    large: tuple[str, ...] = (".safetensors",)
+    fail_at: dict[str, int] = field(default_factory=dict)
     ignore_ranges: bool = False
     redirect_weights: bool = False
     fail_with: int | None = None
@@ -101,10 +120,11 @@ class HubServer:
         folder: Path,
         *,
         gated: bool = False,
+        private: bool = False,
         branches: tuple[str, ...] = ("main",),
     ) -> Repo:
         """Serve a folder as a repository."""
-        self.repos[repo_id] = Repo(folder, gated, branches)
+        self.repos[repo_id] = Repo(folder, gated, branches, private)
         return self.repos[repo_id]
 
     @property
@@ -145,7 +165,7 @@ class HubServer:
         )
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(UploadAnswers, BaseHTTPRequestHandler):
     hub: HubServer
     protocol_version = "HTTP/1.1"
 
@@ -156,17 +176,34 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length", 0))
-        self._answer(json.loads(self.rfile.read(length) or b"{}"))
+        self._answer(self._received())
+
+    def do_PUT(self) -> None:
+        self._answer(self._received())
+
+    def _received(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        content = b""
+        while size := int(self.rfile.readline(), 16):
+            content += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return content
 
     def log_message(self, format: str, *args: object) -> None:
         """Stay silent; `HubServer.requests` is the log."""
 
-    def _answer(self, body: dict[str, object] | None = None) -> None:
+    def _answer(self, received: bytes = b"") -> None:
         parts = unquote(urlsplit(self.path).path).strip("/").split("/")
-        if self.hub.fail_with:
-            self._fail(self.hub.fail_with, "Unavailable", "the stand-in is told to fail")
+        told = [status for part, status in self.hub.fail_at.items() if part in self.path]
+        if self.hub.fail_with or told:
+            status = self.hub.fail_with or told[0]
+            self._fail(status, "Unavailable", "the stand-in is told to fail")
+        elif self.hub.storage and self.takes_upload(parts, received):
+            return
         elif parts[:2] == ["api", "models"] and len(parts) >= 4:
+            body = json.loads(received) if received else None
             self._answer_api("/".join(parts[2:4]), parts[4:], body)
         elif len(parts) >= 5 and parts[2] == "resolve":
             self._answer_file("/".join(parts[:2]), parts[3], "/".join(parts[4:]))
@@ -186,7 +223,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "id": repo_id,
                 "modelId": repo_id,
                 "sha": repo.commit,
-                "private": False,
+                "private": repo.private,
                 "gated": "manual" if repo.gated else False,
                 "tags": [],
                 "siblings": siblings,
@@ -199,6 +236,9 @@ class _Handler(BaseHTTPRequestHandler):
                 if not isinstance(wanted, list) or name in wanted
             ]
         self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+    def _is_logged_in(self) -> bool:
+        return self.headers.get("Authorization") == f"Bearer {self.hub.token}"
 
     def _answer_file(self, repo_id: str, revision: str, name: str) -> None:
         repo = self._find(repo_id, revision)
@@ -245,6 +285,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _find(self, repo_id: str, revision: str) -> Repo | None:
         repo = self.hub.repos.get(repo_id)
+        if repo is not None and repo.private and not self._is_logged_in():
+            repo = None
         if repo is None:
             # As the Hub does for strangers, who shall not learn which names exist.
             self._fail(401, "RepoNotFound", "Invalid username or password.")

@@ -75,6 +75,14 @@ def explained(repo_id: str, at: str) -> Iterator[None]:
         raise _file_error(at, error) from error
 
 
+def hub_address() -> str:
+    """Return the address of the Hub, without the user and password that a mirror's may hold."""
+    from huggingface_hub import constants
+
+    scheme, separator, rest = constants.ENDPOINT.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+
+
 def unreachable(at: str, why: str) -> HubUnreachable:
     """Say that something is neither on the Hub nor in the cache."""
     from huggingface_hub import constants

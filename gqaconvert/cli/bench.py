@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from gqaconvert.cli.completion import complete_model
 from gqaconvert.cli.lists import listed, whole
 from gqaconvert.cli.terminal import say, show_json, show_table
 from gqaconvert.units import format_memory
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 def bench_command(
     models: Annotated[
-        list[str], typer.Argument(help="Folders, Hub ids or aliases.", show_default=False)
+        list[str],
+        typer.Argument(
+            help="Folders, Hub ids or aliases.", autocompletion=complete_model, show_default=False
+        ),
     ],
     context: Annotated[
         str, typer.Option(help="Tokens in the cache, such as 512,2k,8k.")
@@ -88,7 +92,7 @@ def bench_command(
 
 
 def _draw(bench: Bench, out: Path) -> list[Path]:
-    from gqaconvert.evaluation.figures import draw_bench
+    from gqaconvert.reporting.figures.bench import draw_bench
 
     if not any(row.decode for row in bench.rows):
         return []

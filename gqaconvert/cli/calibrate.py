@@ -10,12 +10,18 @@ from typing import Annotated, Literal
 
 import typer
 
+from gqaconvert.cli.completion import complete_model
 from gqaconvert.cli.terminal import say, show_json
 from gqaconvert.units import format_bytes
 
 
 def calibrate_command(
-    model: Annotated[str, typer.Argument(help="Folder, Hub id or alias.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Folder, Hub id or alias.", autocompletion=complete_model, show_default=False
+        ),
+    ],
     data: Annotated[
         str,
         typer.Option(

@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from gqaconvert.cli.conversion_options import (
+    AsJson,
+    DryRun,
+    Hash,
+    Model,
+    Out,
+    Overwrite,
+    Resume,
+    Revision,
+    Workers,
+)
 from gqaconvert.cli.convert_calibrated import ModelWork, convert_with_model
+from gqaconvert.cli.push import Public, PushToHub, check_push, push
 from gqaconvert.cli.terminal import byte_progress, say, show_json, show_table
 from gqaconvert.units import format_bytes, format_memory
 
 if TYPE_CHECKING:
+    from gqaconvert.checkpoint.hub_upload import UploadTarget
     from gqaconvert.surgery.convert import Conversion
     from gqaconvert.surgery.layer_heads import LayerReport
     from gqaconvert.surgery.plan import ConversionPlan
-
-Model = Annotated[str, typer.Argument(help="Folder, Hub id or alias.", show_default=False)]
-Out = Annotated[
-    Path | None,
-    typer.Argument(
-        help="Output folder. Default: the model's name with -gqaN, -mqa or -mha.",
-        show_default=False,
-    ),
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with an interrupted run of the same options.")
-]
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an output that gqaconvert wrote.")
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Threads. Default: four.", show_default=False),
-]
-Hash = Annotated[
-    bool,
-    typer.Option("--hash", help="Record SHA-256 of whole files too, which reads them once more."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def convert_command(
@@ -110,6 +97,8 @@ def convert_command(
     overwrite: Overwrite = False,
     workers: Workers = None,
     hash_files: Hash = False,
+    push_to_hub: PushToHub = None,
+    public: Public = False,
     as_json: AsJson = False,
 ) -> None:
     """Pool the KV heads of a checkpoint into fewer.
@@ -125,16 +114,28 @@ def convert_command(
         "revision": revision, "dry_run": dry_run, "resume": resume, "overwrite": overwrite,
         "workers": workers, "hash_files": hash_files,
     }  # fmt: skip
+    target = check_push(push_to_hub, public=public, overwrite=overwrite)
+    conversion: Conversion | None
     if work.runs_the_model:
-        conversion = convert_with_model(model, out, work, options)
+        finished, conversion = convert_with_model(model, out, work, options)
     else:
         from gqaconvert.surgery.convert import convert  # without torch
 
         with byte_progress("converting") as progress:
             conversion = convert(model, out, statistics=calibration, progress=progress, **options)
-    if conversion is None:
-        return
-    report_conversion(conversion, as_json=as_json)
+        finished = conversion.out
+    if conversion is not None:
+        report_conversion(conversion, as_json=as_json, target=target)
+        _recommend(conversion, model, kv_heads, as_json=as_json)
+    if target is not None and (conversion is None or conversion.written):
+        push(
+            finished,
+            target,
+            message=f"Convert to {kv_heads} KV head{'s' * (kv_heads > 1)} with gqaconvert",
+        )
+
+
+def _recommend(conversion: Conversion, model: str, kv_heads: int, *, as_json: bool) -> None:
     averaged = conversion.plan is not None and conversion.plan.options.method == "mean"
     if averaged and conversion.written and not as_json:
         say(
@@ -143,13 +144,16 @@ def convert_command(
         )
 
 
-def report_conversion(conversion: Conversion, *, as_json: bool) -> None:
-    """Print what a conversion did or would do."""
+def report_conversion(
+    conversion: Conversion, *, as_json: bool, target: UploadTarget | None = None
+) -> None:
+    """Print what a conversion did or would do, and where its output would be uploaded."""
     for notice in conversion.notices:
         say(f"note: {notice}")
     plan = conversion.plan
     if as_json:
-        show_json(_as_json(conversion))
+        hub = {} if target is None else {"hub": {"url": target.url, "private": target.private}}
+        show_json({**_as_json(conversion), **hub})
         return
     if plan is None:
         return
@@ -167,6 +171,13 @@ def report_conversion(conversion: Conversion, *, as_json: bool) -> None:
             f" in {conversion.seconds:.1f} s, {format_bytes(rate)}/s)"
         )
     else:
+        if target is not None:
+            beside = len(conversion.sidecars.copied)
+            say(
+                f"would upload {len(plan.shards)} weight files, {format_bytes(plan.size_bytes)},"
+                f" config.json, the model card, gqaconvert.json and {beside} other files"
+                f" to {target.describe()}"
+            )
         say("dry run: nothing was written")
 
 
@@ -174,7 +185,7 @@ def _show_change(conversion: Conversion, plan: ConversionPlan) -> None:
     before, after = plan.attention.num_kv_heads, plan.options.num_kv_heads
     context = conversion.source.config.max_position_embeddings or 4096
     kv_before, kv_after = plan.kv_bytes_per_token(before), plan.kv_bytes_per_token(after)
-    parameters = sum(_elements(tensor.output.shape) for tensor in plan.tensors)
+    parameters = sum(math.prod(tensor.output.shape) for tensor in plan.tensors)
     rows = [
         ["KV heads", str(before), str(after)],
         ["KV cache a token", format_memory(kv_before), format_memory(kv_after)],
@@ -264,13 +275,6 @@ def _as_json(conversion: Conversion) -> dict[str, object]:
         "notices": list(conversion.notices),
         "seconds": round(conversion.seconds, 3),
     }
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _example(name: str) -> str:

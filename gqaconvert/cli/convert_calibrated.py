@@ -72,7 +72,7 @@ class ModelWork:
 
 def convert_with_model(
     model: str, out: Path | None, work: ModelWork, options: dict[str, Any]
-) -> Conversion | None:
+) -> tuple[Path, Conversion | None]:
     """Convert with statistics, fit and distillation, each where it is asked for.
 
     Args:
@@ -82,7 +82,8 @@ def convert_with_model(
         options: of `convert_calibrated`, those that do not concern the model's run.
 
     Returns:
-        The conversion; None where an earlier run had finished it and only distillation was left.
+        The output, and the conversion; None where an earlier run had finished it and only
+        distillation was left.
     """
     from gqaconvert.checkpoint.staging import check_output
     from gqaconvert.surgery.naming import default_output_name
@@ -93,7 +94,7 @@ def convert_with_model(
     target = out or Path(default_output_name(source.label, heads, options["num_kv_heads"]))
     kept = target.parent / f"{source.label}.calibration.safetensors"
     if not work.distill_steps or options["dry_run"]:
-        return _pool(model, target, work, kept, options)
+        return target, _pool(model, target, work, kept, options)
     text = work.text()
     check_output(target, overwrite=options["overwrite"])
     pooled = target.parent / f".{target.name}.undistilled"
@@ -102,7 +103,7 @@ def convert_with_model(
         conversion = _pool(model, pooled, work, kept, options)
     _distill(model, pooled, target, text, work, options)
     shutil.rmtree(pooled)
-    return conversion if conversion is None else replace(conversion, out=target)
+    return target, None if conversion is None else replace(conversion, out=target)
 
 
 def _pool(

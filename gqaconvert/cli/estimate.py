@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from gqaconvert.cli.completion import complete_gpu, complete_model
 from gqaconvert.cli.estimate_table import show_estimate, show_gpus
 from gqaconvert.cli.lists import listed, whole
 from gqaconvert.cli.terminal import say, show_json
@@ -16,7 +17,9 @@ def estimate_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Folder (a config.json is enough), Hub id or alias.", show_default=False
+            help="Folder (a config.json is enough), Hub id or alias.",
+            autocompletion=complete_model,
+            show_default=False,
         ),
     ] = None,
     context: Annotated[
@@ -43,7 +46,11 @@ def estimate_command(
     ] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(help="A name in --gpus, or a size such as 24GiB.", show_default=False),
+        typer.Option(
+            help="A name in --gpus, or a size such as 24GiB.",
+            autocompletion=complete_gpu,
+            show_default=False,
+        ),
     ] = None,
     weights: Annotated[
         str | None,

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gqaconvert.cli.evaluate_table import figure, show_evaluation
+from gqaconvert.cli.completion import complete_model
+from gqaconvert.cli.evaluate_table import show_evaluation
 from gqaconvert.cli.terminal import say, show_json
+from gqaconvert.reporting.numbers import figure
 
 if TYPE_CHECKING:
     from gqaconvert.evaluation.evaluate import Event
@@ -17,7 +19,10 @@ if TYPE_CHECKING:
 
 def evaluate_command(
     models: Annotated[
-        list[str], typer.Argument(help="Folders, Hub ids or aliases.", show_default=False)
+        list[str],
+        typer.Argument(
+            help="Folders, Hub ids or aliases.", autocompletion=complete_model, show_default=False
+        ),
     ],
     baseline: Annotated[
         str | None,
@@ -39,6 +44,14 @@ def evaluate_command(
     ] = None,
     windows: Annotated[
         int | None, typer.Option(min=0, help="Windows to read; 0 for the whole text.")
+    ] = None,
+    spread: Annotated[
+        bool | None,
+        typer.Option(
+            "--spread/--no-spread",
+            help="Take them evenly over the text, or the first ones. Default: the suite's.",
+            show_default=False,
+        ),
     ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Windows, and task examples, read at once.")
@@ -85,6 +98,7 @@ def evaluate_command(
         "context": context,
         "stride": stride,
         "windows": windows,
+        "spread": spread,
         "batch": batch,
         "top_k": top_k,
         "tasks": _listed(tasks),
@@ -116,19 +130,11 @@ def evaluate_command(
 
 
 def _choose(name: str, asked: dict[str, Any]) -> Suite:
-    from gqaconvert.evaluation.suite import load_suite, make_suite
+    from gqaconvert.evaluation.suite import changed_suite
 
-    suite = load_suite(name)
-    if not asked:
-        return suite
-    content = suite.model_dump()
-    if "context" in asked:
-        # What a suite says of windows was meant for its own context.
-        content["stride"] = None
-        content["cache_decode"] = min(content["cache_decode"], asked["context"] // 2)
     if asked.get("windows") == 0:
         asked["windows"] = None
-    return make_suite(content | asked, "the options")
+    return changed_suite(name, asked)
 
 
 def _with_needle(suite: Suite, wanted: bool) -> Suite:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from gqaconvert.cli.terminal import say, show_table
+from gqaconvert.reporting.numbers import NOTHING, figure, share
 from gqaconvert.units import format_bytes, format_count, format_memory
 
 if TYPE_CHECKING:
     from gqaconvert.evaluation.evaluate import Evaluation, ModelResults
     from gqaconvert.evaluation.results import Measurement
 
-_NOTHING = "–"
 _COLLAPSE = 2.0
 """Perplexity of a model over that of the baseline, from which on a word is said about it."""
 
@@ -42,56 +42,39 @@ def show_evaluation(evaluation: Evaluation) -> None:
         say(f"note: {note}")
 
 
-def figure(value: float, stderr: float | None = None) -> str:
-    """Write a figure with as many digits as its error leaves it: 22.6 ± 1.5."""
-    if stderr is None and value.is_integer():
-        return f"{value:,.0f}"
-    scale = abs(stderr) if stderr else abs(value) / 100
-    digits = 0 if scale >= 10 or not 0 < scale < float("inf") else 1
-    while digits and scale < 1 and digits < 4:
-        scale *= 10
-        digits += 1
-    plain = f"{value:,.{digits}f}"
-    return plain if stderr is None else f"{plain} ± {stderr:,.{digits}f}"
-
-
-def _share(value: float, stderr: float | None = None) -> str:
-    return f"{100 * value:.1f}" + ("" if stderr is None else f" ± {100 * stderr:.1f}") + " %"
-
-
 def _cache_cells(model: ModelResults) -> list[str]:
     found = model.measurements.get("kv_cache")
     if found is None:
-        return [_NOTHING, _NOTHING]
+        return [NOTHING, NOTHING]
     measured = found.detail["measured_bytes_per_token"]
     return [
         format_memory(found.value),
-        _NOTHING if measured is None else format_memory(measured),
+        NOTHING if measured is None else format_memory(measured),
     ]
 
 
 def _perplexity_cells(model: ModelResults) -> list[str]:
     found = model.measurements.get("perplexity")
     if found is None:
-        return [_NOTHING, _NOTHING]
+        return [NOTHING, NOTHING]
     bits = found.detail["bits_per_byte"]
     return [
         figure(found.value, found.stderr),
-        _NOTHING if bits is None else f"{bits:.3f}",
+        NOTHING if bits is None else f"{bits:.3f}",
     ]
 
 
 def _divergence_cells(model: ModelResults, is_baseline: bool) -> list[str]:
     if is_baseline:
-        return ["(baseline)", _NOTHING, _NOTHING]
+        return ["(baseline)", NOTHING, NOTHING]
     found = model.measurements.get("divergence")
     if found is None:
-        return [_NOTHING] * 3
+        return [NOTHING] * 3
     detail = found.detail
     return [
         figure(found.value, found.stderr),
         f"{detail['p99']:.2f}",
-        _share(detail["top1_agreement"], detail["top1_agreement_stderr"]),
+        share(detail["top1_agreement"], detail["top1_agreement_stderr"]),
     ]
 
 
@@ -106,13 +89,13 @@ def _task_header(evaluation: Evaluation, metric: str) -> str:
 
 def _task_cell(found: Measurement | None) -> str:
     if found is None:
-        return _NOTHING
+        return NOTHING
     if found.metric == "needle":
         detail = found.detail
-        choice = _share(detail["choice_accuracy"], detail["choice_stderr"])
-        return f"{_share(found.value)}, {choice}"
+        choice = share(detail["choice_accuracy"], detail["choice_stderr"])
+        return f"{share(found.value)}, {choice}"
     if found.detail["score"].startswith("acc") or found.detail["score"] == "exact_match":
-        return _share(found.value, found.stderr)
+        return share(found.value, found.stderr)
     return figure(found.value, found.stderr)
 
 
@@ -129,7 +112,7 @@ def _show_kinds(evaluation: Evaluation) -> None:
                     model.name,
                     detail["kind"],
                     figure(found.value, found.stderr),
-                    _NOTHING if plain is None else f"{found.value / plain.value:.3f}",
+                    NOTHING if plain is None else f"{found.value / plain.value:.3f}",
                     format_memory(detail["cache_bytes"]),
                     _ratio(detail["cache_bytes"], plain),
                     f"{detail['decode_tokens_per_s']:.1f}",
@@ -158,7 +141,7 @@ def _show_kinds(evaluation: Evaluation) -> None:
 
 def _ratio(size_bytes: int, plain: Measurement | None) -> str:
     if plain is None or not plain.detail["cache_bytes"]:
-        return _NOTHING
+        return NOTHING
     return f"{size_bytes / plain.detail['cache_bytes']:.3f}"
 
 

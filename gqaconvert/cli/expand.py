@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gqaconvert.cli.convert import (
+from gqaconvert.cli.conversion_options import (
     AsJson,
     DryRun,
     Hash,
@@ -16,8 +16,8 @@ from gqaconvert.cli.convert import (
     Resume,
     Revision,
     Workers,
-    report_conversion,
 )
+from gqaconvert.cli.convert import report_conversion
 from gqaconvert.cli.terminal import byte_progress
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gqaconvert.cli.completion import complete_model
 from gqaconvert.cli.terminal import say, show_json, show_table
 from gqaconvert.units import format_bytes, format_count, format_memory
 
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
 
 def inspect_command(
     model: Annotated[
-        str | None, typer.Argument(help="Folder, Hub id or alias.", show_default=False)
+        str | None,
+        typer.Argument(
+            help="Folder, Hub id or alias.", autocompletion=complete_model, show_default=False
+        ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -20,7 +20,7 @@ def show_heads(model: str, revision: str | None, figure: Path | None, *, as_json
         check_figure_name(figure)
     found = head_similarity(model, revision)
     if figure is not None:
-        from gqaconvert.evaluation.figures import draw_heads
+        from gqaconvert.reporting.figures.heads import draw_heads
 
         draw_heads(found.to_json(), figure)
     if as_json:

@@ -15,11 +15,14 @@ import typer
 from gqaconvert.cli.bench import bench_command
 from gqaconvert.cli.calibrate import calibrate_command
 from gqaconvert.cli.convert import convert_command
+from gqaconvert.cli.env import env_command
 from gqaconvert.cli.estimate import estimate_command
 from gqaconvert.cli.evaluate import evaluate_command
 from gqaconvert.cli.expand import expand_command
 from gqaconvert.cli.inspect import inspect_command
 from gqaconvert.cli.recipes import recipes_app
+from gqaconvert.cli.report import report_command
+from gqaconvert.cli.run import run_command
 from gqaconvert.cli.sweep import sweep_command
 from gqaconvert.cli.terminal import settings
 from gqaconvert.cli.uptrain import uptrain_command
@@ -43,9 +46,12 @@ app.command("convert")(convert_command)
 app.command("verify")(verify_command)
 app.command("expand")(expand_command)
 app.command("uptrain")(uptrain_command)
+app.command("run")(run_command)
 app.command("bench")(bench_command)
 app.command("sweep")(sweep_command)
 app.command("evaluate")(evaluate_command)
+app.command("report")(report_command)
+app.command("env")(env_command)
 app.add_typer(recipes_app, name="recipes")
 
 

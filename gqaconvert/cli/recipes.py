@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gqaconvert.cli.completion import complete_recipe
 from gqaconvert.cli.terminal import say, show_json, show_table
 from gqaconvert.errors import RefusedError, UsageError
 
@@ -18,7 +19,12 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Replace a value, such as uptrain.lr=1e-4."),
 ]
-Spec = Annotated[str, typer.Argument(metavar="RECIPE", help="Name of a recipe, or a YAML file.")]
+Spec = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="Name of a recipe, or a YAML file.", autocompletion=complete_recipe
+    ),
+]
 
 
 @recipes_app.command("list")
@@ -86,12 +92,15 @@ def copy_command(
         raise RefusedError(
             "a file of that name exists", at=str(target), remedy="another DEST, or remove it"
         ) from error
-    say(f"wrote {target}; gqaconvert uptrain {target} runs it")
+    say(f"wrote {target}; gqaconvert run {target} runs it")
 
 
 @recipes_app.command("validate")
 def validate_command(
-    recipes: Annotated[list[str], typer.Argument(metavar="RECIPE...", help="Files or names.")],
+    recipes: Annotated[
+        list[str],
+        typer.Argument(metavar="RECIPE...", help="Files or names.", autocompletion=complete_recipe),
+    ],
     overrides: Overrides = None,
 ) -> None:
     """Check recipes and print all faults of all of them, with their lines."""

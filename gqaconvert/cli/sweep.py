@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from gqaconvert.cli.completion import complete_model
 from gqaconvert.cli.lists import listed, whole
 from gqaconvert.cli.terminal import say, show_json, show_table
 from gqaconvert.units import format_memory
@@ -16,12 +18,47 @@ if TYPE_CHECKING:
 
 
 def sweep_command(
-    model: Annotated[str, typer.Argument(help="Folder, Hub id or alias.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Folder, Hub id or alias.", autocompletion=complete_model, show_default=False
+        ),
+    ],
     kv_heads: Annotated[
         str | None,
         typer.Option(help="Such as 16,8,4,2,1. Default: all legal ones.", show_default=False),
     ] = None,
-    method: Annotated[str, typer.Option(help="Of pooling: mean, first, random.")] = "mean",
+    method: Annotated[
+        str | None,
+        typer.Option(
+            help="Of pooling: mean, first, random; with a calibration svd, procrustes too."
+            " Default: mean, and svd with a calibration.",
+            show_default=False,
+        ),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            help="For svd and procrustes: a file of `calibrate`, or a text, whose statistics are"
+            " then kept in OUT; not the text that is measured on.",
+            show_default=False,
+        ),
+    ] = None,
+    calibration_tokens: Annotated[
+        int, typer.Option(min=1, help="Of the calibration text that are read.")
+    ] = 131072,
+    fit_steps: Annotated[
+        int, typer.Option(min=0, help="Of a local fit of each layer after svd or procrustes.")
+    ] = 0,
+    fit_windows: Annotated[
+        int, typer.Option(min=2, help="Of 512 tokens that the fit reads.")
+    ] = 128,
+    fit_data: Annotated[
+        str | None,
+        typer.Option(
+            "--data", help="Text of the fit. Default: that of the calibration.", show_default=False
+        ),
+    ] = None,
     cache: Annotated[
         str | None,
         typer.Option(
@@ -37,6 +74,9 @@ def sweep_command(
     ] = "bundled",
     context: Annotated[int, typer.Option(min=2, help="Tokens a window.")] = 512,
     windows: Annotated[int, typer.Option(min=0, help="How many; 0 for the whole text.")] = 16,
+    spread: Annotated[
+        bool, typer.Option("--spread", help="Take them evenly over the text, not the first ones.")
+    ] = False,
     batch: Annotated[int, typer.Option(min=1, help="Windows read at once.")] = 1,
     cache_windows: Annotated[
         int, typer.Option(min=1, help="Windows decoded through each cache kind.")
@@ -54,7 +94,8 @@ def sweep_command(
         ),
     ] = None,
     grouping: Annotated[
-        Literal["adjacent", "similarity"], typer.Option(help="Of --predict.")
+        Literal["adjacent", "similarity"],
+        typer.Option(help="Of svd and procrustes, and of --predict."),
     ] = "adjacent",
     seed: Annotated[int, typer.Option(help="For --method random.")] = 0,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the converted folders.")] = False,
@@ -82,6 +123,7 @@ def sweep_command(
         text=text,
         context=context,
         windows=windows or None,
+        spread=spread,
         batch=batch,
         cache_windows=cache_windows,
         dtype=dtype,
@@ -89,9 +131,15 @@ def sweep_command(
         device=device,
         keep=keep,
         seed=seed,
+        calibration=calibration,
+        calibration_tokens=calibration_tokens,
+        grouping=grouping,
+        fit_steps=fit_steps,
+        fit_windows=fit_windows,
+        fit_data=fit_data,
     )
     sweep = run_sweep(model, settings, out, revision=revision, progress=say)
-    from gqaconvert.evaluation.figures import draw_sweep
+    from gqaconvert.reporting.figures.sweep import draw_sweep
 
     figures = [out / "sweep.svg", out / "sweep.png"]
     for path in figures:
@@ -113,12 +161,25 @@ def _show(sweep: Sweep) -> None:
     for point in sweep.points:
         if point.unavailable:
             say(f"{point.cache_kind} with {point.kv_heads} KV heads: {point.unavailable}")
+    calibrated = sweep.settings.get("calibration")
+    if calibrated:
+        say(f"note: {_calibrated_note(calibrated)}")
     if any(point.kind == "cache" for point in sweep.points):
         say(
             "note: through a cache, perplexity is that of tokens decoded one by one after"
             f" {sweep.settings['cache_prefill']} were read; quality kept is held to the source's"
             " own cache, measured in the same way"
         )
+
+
+def _calibrated_note(facts: Mapping[str, Any]) -> str:
+    parts = []
+    if "texts" in facts:
+        texts = ", ".join(facts["texts"])
+        parts.append(f"svd and procrustes are calibrated on {facts['tokens']:,} tokens of {texts}")
+    if "fit_steps" in facts:
+        parts.append(f"each layer is then fitted for {facts['fit_steps']} steps")
+    return " and ".join(parts) + "; mean, first and random see no text"
 
 
 def _row(point: SweepPoint) -> list[str]:

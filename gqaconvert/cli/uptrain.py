@@ -8,19 +8,30 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from gqaconvert.cli.completion import complete_accelerate_config, complete_gpu, complete_recipe
+from gqaconvert.cli.push import Public, PushToHub, check_push, push
 from gqaconvert.cli.terminal import say, show_json
 
 if TYPE_CHECKING:
+    from gqaconvert.checkpoint.hub_upload import UploadTarget
     from gqaconvert.settings.recipe import Recipe
     from gqaconvert.training.launch import Route
     from gqaconvert.training.run import Uptraining
 
 
 def uptrain_command(
-    recipe: Annotated[str, typer.Argument(help="A recipe's file, or the name of one that ships.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe's file, or the name of one that ships.", autocompletion=complete_recipe
+        ),
+    ],
     accelerate_config: Annotated[
         str | None,
-        typer.Option(help="cpu, single_gpu, ddp, fsdp2, multi_node, or a file of accelerate's."),
+        typer.Option(
+            help="cpu, single_gpu, ddp, fsdp2, multi_node, or a file of accelerate's.",
+            autocompletion=complete_accelerate_config,
+        ),
     ] = None,
     num_processes: Annotated[
         int | None, typer.Option(min=1, help="Processes in all; on CPUs as well.")
@@ -43,8 +54,13 @@ def uptrain_command(
     ] = False,
     gpu: Annotated[
         str | None,
-        typer.Option(help="With --dry-run: a device that is not here, such as h100-80gb."),
+        typer.Option(
+            help="With --dry-run: a device that is not here, such as h100-80gb.",
+            autocompletion=complete_gpu,
+        ),
     ] = None,
+    push_to_hub: PushToHub = None,
+    public: Public = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
     launched: Annotated[bool, typer.Option("--launched", hidden=True)] = False,
 ) -> None:
@@ -57,16 +73,24 @@ def uptrain_command(
 
     overrides = override or []
     content = load_recipe(recipe, overrides)
+    target = None
+    if _is_first():  # of the processes of a run, only the first one uploads
+        # What goes on with a run goes on with its upload.
+        replace = overwrite or resume is not None
+        target = check_push(push_to_hub, public=public, overwrite=replace)
     if dry_run:
         from gqaconvert.cli.uptrain_plan import show_plan
 
         show_plan(content, accelerate_config, num_processes, gpu, json=json)
+        if target is not None:
+            say(f"the trained model would be uploaded to {target.describe()}; no saved states")
         return
     route = None
     if not launched:
         route = _route(
-            recipe, accelerate_config, num_processes, overrides, out, resume, overwrite=overwrite
-        )
+            recipe, accelerate_config, num_processes, overrides, out, resume, push_to_hub,
+            public=public, overwrite=overwrite,
+        )  # fmt: skip
     if route is not None:
         from gqaconvert.training.launch import launch
         from gqaconvert.training.prepare import settings_of
@@ -77,7 +101,7 @@ def uptrain_command(
         if code == 0 and json:
             _show_saved_summary(content, out)
         raise typer.Exit(code)
-    _train_here(content, out, resume, overwrite=overwrite, json=json and not launched)
+    _train_here(content, out, resume, target, overwrite=overwrite, json=json and not launched)
 
 
 def _route(
@@ -87,7 +111,9 @@ def _route(
     overrides: list[str],
     out: Path | None,
     resume: str | None,
+    push_to_hub: str | None,
     *,
+    public: bool,
     overwrite: bool,
 ) -> Route | None:
     if accelerate_config is None and (num_processes or 1) == 1:
@@ -104,6 +130,8 @@ def _route(
         arguments += ["--resume", resume]
     if overwrite:
         arguments.append("--overwrite")
+    if push_to_hub is not None:
+        arguments += ["--push-to-hub", push_to_hub, *(["--public"] if public else [])]
     return choose_route(
         find_config(accelerate_config) if accelerate_config else None,
         num_processes,
@@ -114,7 +142,13 @@ def _route(
 
 
 def _train_here(
-    recipe: Recipe, out: Path | None, resume: str | None, *, overwrite: bool, json: bool
+    recipe: Recipe,
+    out: Path | None,
+    resume: str | None,
+    target: UploadTarget | None,
+    *,
+    overwrite: bool,
+    json: bool,
 ) -> None:
     from gqaconvert.cli.training_progress import training_progress
     from gqaconvert.errors import GqaconvertError
@@ -122,7 +156,6 @@ def _train_here(
     from gqaconvert.training.launch import leave_outcome
     from gqaconvert.training.run import uptrain
 
-    first = os.environ.get("RANK", "0") == "0"
     try:
         with training_progress(total_steps(recipe)) as report:
             result = uptrain(
@@ -132,16 +165,27 @@ def _train_here(
         leave_outcome(error.exit_code)
         raise
     if result.ending == "interrupted":
-        if first:
+        if _is_first():
             say(
                 f"interrupted at step {result.facts.step}; the state is saved: repeat the command"
                 " with --resume auto"
             )
         raise typer.Exit(leave_outcome(130))
-    if first:
+    if _is_first():
         _tell(result)
         if json:
             show_json(dict(result.summary))
+    if target is not None:
+        steps = f"{result.facts.step} step{'s' * (result.facts.step != 1)}"
+        try:
+            push(result.folder.export, target, message=f"Uptrain for {steps} with gqaconvert")
+        except GqaconvertError as error:
+            leave_outcome(error.exit_code)
+            raise
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _tell(result: Uptraining) -> None:

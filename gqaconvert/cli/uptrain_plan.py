@@ -9,6 +9,8 @@ from gqaconvert.errors import UnsupportedModelError
 from gqaconvert.units import format_count
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from gqaconvert.settings.recipe import Recipe
     from gqaconvert.training.memory import Devices
     from gqaconvert.training.resources import Resources
@@ -34,12 +36,14 @@ def show_plan(
     Raises:
         RefusedError: it would not fit; not where the devices' memory is not known.
     """
+    from gqaconvert.settings.recipes import accelerate_config as find_config
     from gqaconvert.training.memory_remedies import memory_shortage
     from gqaconvert.training.prepare import settings_of
     from gqaconvert.training.resources import estimate_resources
 
     settings = settings_of(recipe)
-    devices, device_bytes = _devices(accelerate_config, num_processes, gpu)
+    config = find_config(accelerate_config) if accelerate_config else None
+    devices, device_bytes = planned_devices(config, num_processes, gpu)
     resources = estimate_resources(recipe, devices, device_bytes)
     if resources is None:
         raise UnsupportedModelError(
@@ -69,19 +73,23 @@ def show_plan(
         raise shortage
 
 
-def _devices(
-    accelerate_config: str | None, num_processes: int | None, gpu: str | None
+def planned_devices(
+    config: Path | None, num_processes: int | None, gpu: str | None
 ) -> tuple[Devices, int | None]:
-    """The devices of a run; their memory where they are here, or named."""
+    """The devices of an uptraining; the memory of one where they are here, or named.
+
+    Args:
+        config: of accelerate.
+        num_processes: wanted; None for what the config says.
+        gpu: the devices' name where they are not here.
+    """
     import torch
 
     from gqaconvert.kv_cache.hardware import find_accelerator
-    from gqaconvert.settings.recipes import accelerate_config as find_config
     from gqaconvert.training.launch import read_wanted
     from gqaconvert.training.memory import Devices
     from gqaconvert.training.resources import device_memory
 
-    config = find_config(accelerate_config) if accelerate_config else None
     here = torch.cuda.device_count()
     wanted = read_wanted(config, num_processes, num_gpus=here + (gpu is not None))
     kind: Literal["cpu", "cuda"] = "cpu" if wanted.on_cpu and gpu is None else "cuda"

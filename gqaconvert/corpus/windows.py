@@ -96,6 +96,33 @@ def spread(windows: Sequence[Window], count: int) -> list[Window]:
     return [windows[number * len(windows) // count] for number in range(count)]
 
 
+def chosen_windows(
+    tokenizer: Any,  # noqa: ANN401
+    text: Text,
+    *,
+    length: int,
+    stride: int | None = None,
+    count: int | None = None,
+    spread_out: bool = False,
+) -> list[Window]:
+    """Cut a text and take the first windows, or windows evenly spread over all of it.
+
+    Args:
+        tokenizer: of transformers.
+        text: to cut.
+        length: tokens of a window.
+        stride: tokens from one window to the next; None for `length`.
+        count: windows; None for all.
+        spread_out: take them over the whole text.
+
+    Raises:
+        UsageError: as `strided_windows`.
+    """
+    if not spread_out or count is None:
+        return strided_windows(tokenizer, text, length=length, stride=stride, limit=count)
+    return spread(strided_windows(tokenizer, text, length=length, stride=stride), count)
+
+
 def batches(windows: Sequence[Window], size: int) -> Iterator[list[Window]]:
     """Group neighbours that can be read together without padding: at most `size`, all alike."""
     for _, alike in groupby(windows, key=lambda each: (len(each.token_ids), each.first_scored)):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gqaconvert.corpus.text import Text
-from gqaconvert.corpus.windows import Window, strided_windows
+from gqaconvert.corpus.windows import Window, chosen_windows
 from gqaconvert.errors import UsageError
 from gqaconvert.evaluation.scoring import Reader
 from gqaconvert.evaluation.suite import Suite
@@ -75,22 +75,24 @@ class MeasuredModel:
     @cached_property
     def windows(self) -> list[Window]:
         """What perplexity and divergence are measured on."""
-        return strided_windows(
+        return chosen_windows(
             self.tokenizer,
             self.text,
             length=self.suite.context,
             stride=self.suite.stride,
-            limit=self.suite.windows,
+            count=self.suite.windows,
+            spread_out=self.suite.spread,
         )
 
     @cached_property
     def whole_windows(self) -> list[Window]:
         """What is read through cache kinds: windows beside each other, each with its own prompt."""
-        return strided_windows(
+        return chosen_windows(
             self.tokenizer,
             self.text,
             length=self.suite.context,
-            limit=self.suite.cache_windows,
+            count=self.suite.cache_windows,
+            spread_out=self.suite.spread,
         )
 
     def release(self) -> None:

@@ -67,6 +67,9 @@ class Reader:
         """Whether the head runs apart from the body."""
         return self._body is not None
 
+    # As a decorator, unlike a block, it ends at each yield: readers of two models that take turns
+    # would otherwise leave their caller in inference mode.
+    @torch.inference_mode()
     def read(self, windows: Sequence[Window]) -> Iterator[torch.Tensor]:
         """Yield logits of the scored positions, in order, window after window.
 
@@ -78,15 +81,14 @@ class Reader:
         """
         token_ids = torch.tensor([window.token_ids for window in windows], device=self._device)
         first = windows[0].first_scored
-        with torch.inference_mode():
-            if self._body is not None:
-                hidden = body_hidden(self._body, token_ids)[:, first - 1 : -1].flatten(0, 1)
-                for chunk in torch.split(hidden, self._chunk_tokens):
-                    yield head_logits(self._model, self._body, chunk[None]).squeeze(0).float()
-            else:
-                logits = plain_logits(self._model, token_ids)[:, first - 1 : -1].flatten(0, 1)
-                for chunk in torch.split(logits, self._chunk_tokens):
-                    yield chunk.float()
+        if self._body is not None:
+            hidden = body_hidden(self._body, token_ids)[:, first - 1 : -1].flatten(0, 1)
+            for chunk in torch.split(hidden, self._chunk_tokens):
+                yield head_logits(self._model, self._body, chunk[None]).squeeze(0).float()
+        else:
+            logits = plain_logits(self._model, token_ids)[:, first - 1 : -1].flatten(0, 1)
+            for chunk in torch.split(logits, self._chunk_tokens):
+                yield chunk.float()
 
     def _count_vocabulary(self) -> int:
         token = torch.zeros(1, 1, dtype=torch.long, device=self._device)

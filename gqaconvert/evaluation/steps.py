@@ -84,8 +84,14 @@ def _windows(model: MeasuredModel) -> dict[str, Any]:
         "context": suite.context,
         "stride": suite.stride or suite.context,
         "windows": suite.windows,
+        **_spread(model),
         **_placement(model),
     }
+
+
+def _spread(model: MeasuredModel) -> dict[str, Any]:
+    """Said only where it is so: older results stay valid."""
+    return {"spread": True} if model.suite.spread else {}
 
 
 def _kv_bytes(model: MeasuredModel) -> Step:
@@ -203,6 +209,7 @@ def _cache(model: MeasuredModel, spec: str) -> Step:
         **_text(model),
         "context": suite.context,
         "windows": suite.cache_windows,
+        **_spread(model),
         "prefill": prefill,
         "kind": kind.name,
         **_placement(model),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ class Suite(Settings):
         text: see `text.load_text`.
         context: tokens a window.
         stride: tokens from one window to the next; None for `context`.
-        windows: how many, the first ones; None for the whole text.
+        windows: how many; None for the whole text.
+        spread: take them evenly over the text, not the first ones.
         batch: windows read at once; changes no result.
         top_k: tokens of the source kept on disk to measure divergence; 0 for the exact one, with
             both models in memory.
@@ -45,6 +47,7 @@ class Suite(Settings):
     context: int = Field(default=512, ge=2)
     stride: int | None = Field(default=None, ge=1)
     windows: int | None = Field(default=16, ge=1)
+    spread: bool = False
     batch: int = Field(default=1, ge=1)
     top_k: int = Field(default=0, ge=0)
     kv_contexts: tuple[int, ...] = (512,)
@@ -72,6 +75,27 @@ def load_suite(name: str = "quick") -> Suite:
 def suite_files() -> dict[str, Path]:
     """Suites that ship with this package, by name."""
     return shipped_files("eval")
+
+
+def changed_suite(name: str, changes: Mapping[str, Any]) -> Suite:
+    """Read a suite and change keys of it.
+
+    Args:
+        name: of a suite, or a YAML file.
+        changes: key → value.
+
+    Raises:
+        UsageError: no such suite, unknown keys, and values that make no sense.
+    """
+    suite = load_suite(name)
+    if not changes:
+        return suite
+    content = suite.model_dump()
+    if "context" in changes:
+        # What a suite says of windows was meant for its own context.
+        content["stride"] = None
+        content["cache_decode"] = min(content["cache_decode"], changes["context"] // 2)
+    return make_suite({**content, **changes}, "the options")
 
 
 def make_suite(content: dict[str, Any], at: str) -> Suite:

@@ -6,18 +6,17 @@ manifest names the same plan. Cache kinds, which need no conversion, are points 
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from gqaconvert.attention.inspection import inspect
-from gqaconvert.checkpoint.staging import MANIFEST
 from gqaconvert.corpus.text import load_text
 from gqaconvert.evaluation.cache_kinds import CacheKind, cache_kind
 from gqaconvert.evaluation.results import library_versions
+from gqaconvert.evaluation.sweep_conversions import Planned, SweepConversions
 from gqaconvert.evaluation.sweep_measures import SweepMeasures
 from gqaconvert.evaluation.sweep_results import (
     FORMAT,
@@ -29,7 +28,6 @@ from gqaconvert.evaluation.sweep_results import (
     save_sweep,
 )
 from gqaconvert.modelling.models import LoadedModel, find_model
-from gqaconvert.surgery.convert import Conversion, convert
 
 
 def run_sweep(
@@ -45,42 +43,49 @@ def run_sweep(
     Args:
         model: folder, alias or Hub id.
         settings: what to measure.
-        out: folder for `sweep.json` and the converted models.
+        out: folder for `sweep.json`, the statistics and the converted models.
         revision: branch, tag or commit of a Hub model.
         progress: told what is being done.
 
     Raises:
         UsageError: counts of KV heads that the model cannot be pooled into.
+        RefusedError: statistics of another model or text lie in the folder.
         GqaconvertError: as conversion and loading say.
     """
     found = find_model(model, revision)
-    plans = _plan(found.folder, found.name, settings, out)
     text = load_text(settings.text)
-    identity = {
+    tell = progress or (lambda _: None)
+    conversions = SweepConversions(found.folder, found.name, settings, out, tell)
+    if text.sha256 in conversions.texts_sha256:
+        tell(f"warning: {text.name} is measured on and calibrated on: quality will look too good")
+    identity: dict[str, Any] = {
         "format": FORMAT,
         "source": found.weights_sha256,
         "text": text.sha256,
         "context": settings.context,
         "windows": settings.windows,
+        **({"spread": True} if settings.spread else {}),
         "dtype": settings.dtype,
         "attn": settings.attn,
         "device": settings.device,
     }
     decoding = {"cache_windows": settings.cache_windows, "cache_prefill": settings.prefill}
     shown = {**identity, "text_name": text.name, **decoding}
+    if conversions.calibration is not None:
+        shown["calibration"] = conversions.calibration
     sweep = Sweep(found.name, shown, library_versions())
     measures = SweepMeasures(found.folder, text, settings, identity)
-    book = _Book(sweep, out, finished_points(out), progress or (lambda _: None))
+    book = _Book(sweep, out, finished_points(out), tell)
     key = point_key(**identity)
     book.add(key, found.name, partial(measures.source_point, key))
-    stages: list[tuple[_Planned | None, str, _Once]] = [
+    stages: list[tuple[Planned | None, str, _Once]] = [
         (None, found.name, _Once(lambda: measures.source))
     ]
-    for plan in plans:
-        load = _Once(partial(_load_converted, measures, found.folder, plan, settings.seed))
+    for plan in conversions.planned:
+        load = _Once(partial(_load_converted, measures, conversions, plan))
         stages.append((plan, plan.folder.name, load))
     for planned, name, load in stages:
-        digest, method = (planned.digest, planned.method) if planned else (None, None)
+        digest, method = (planned.digest, planned.label) if planned else (None, None)
         if planned:
             key = point_key(**identity, plan=digest)
             measure = partial(measures.conversion, key, load, method, book.reference("source"))
@@ -96,59 +101,11 @@ def run_sweep(
     return sweep
 
 
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    kv_heads: int
-    method: str
-    folder: Path
-    digest: str
-
-
-def _plan(folder: Path, name: str, settings: SweepSettings, out: Path) -> list[_Planned]:
-    """Plan all conversions before the first is carried out, so that mistakes show at once."""
-    inspection = inspect(folder)
-    now = inspection.num_kv_heads
-    counts = settings.kv_heads or inspection.legal_kv_heads
-    planned = []
-    for count in dict.fromkeys(counts):
-        for method in settings.methods:
-            if count == now:
-                continue
-            target = out / "models" / f"{name}-kv{count}-{method}"
-            dry = _convert(folder, target, count, method, settings.seed, dry_run=True)
-            if dry.plan is not None:
-                planned.append(_Planned(count, method, target, dry.plan.digest()))
-    return planned
-
-
-def _convert(
-    folder: Path, target: Path, count: int, method: str, seed: int, *, dry_run: bool = False
-) -> Conversion:
-    return convert(
-        folder, target, num_kv_heads=count, method=method, seed=seed, dry_run=dry_run,
-        overwrite=True,
-    )  # fmt: skip
-
-
-def _has_plan(planned: _Planned) -> bool:
-    """Whether the folder is the outcome of this plan."""
-    manifest = planned.folder / MANIFEST
-    if not manifest.is_file():
-        return False
-    try:
-        content = json.loads(manifest.read_text(encoding="utf-8"))
-    except ValueError:
-        return False
-    return bool(content.get("plan", {}).get("sha256") == planned.digest)
-
-
 def _load_converted(
-    measures: SweepMeasures, source: Path, planned: _Planned, seed: int
+    measures: SweepMeasures, conversions: SweepConversions, planned: Planned
 ) -> LoadedModel:
     """Load a conversion, converting where its folder is not there yet."""
-    if not _has_plan(planned):
-        _convert(source, planned.folder, planned.kv_heads, planned.method, seed)
-    return measures.load(planned.folder)
+    return measures.load(conversions.make(planned))
 
 
 def _caches(settings: SweepSettings, *, of_source: bool) -> list[CacheKind]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from gqaconvert.attention.inspection import inspect
 from gqaconvert.corpus.text import Text
-from gqaconvert.corpus.windows import Window, strided_windows
+from gqaconvert.corpus.windows import Window, chosen_windows
 from gqaconvert.evaluation.bench_bounds import ordinary_cache_bytes
 from gqaconvert.evaluation.cache_kinds import CacheKind, CacheUnavailable
 from gqaconvert.evaluation.divergence import LiveSource, measure_divergence
@@ -141,11 +141,12 @@ class SweepMeasures:
 
     def _texts(self) -> list[Window]:
         if not self._windows:
-            self._windows = strided_windows(
+            self._windows = chosen_windows(
                 self.source.tokenizer,
                 self._text,
                 length=self._settings.context,
-                limit=self._settings.windows,
+                count=self._settings.windows,
+                spread_out=self._settings.spread,
             )
         return self._windows
 

@@ -9,10 +9,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from gqaconvert.checkpoint.header import looks_like_safetensors
 from gqaconvert.checkpoint.sidecars import write_json
 from gqaconvert.errors import CheckpointError, UsageError
 from gqaconvert.evaluation.cache_kinds import cache_kind
 from gqaconvert.surgery.methods import METHODS
+from gqaconvert.surgery.options import CALIBRATED, GROUPINGS
 
 FORMAT = 1
 SWEEP_FILE = "sweep.json"
@@ -26,27 +28,36 @@ class SweepSettings:
 
     Attributes:
         kv_heads: counts; all legal ones by default.
-        methods: of pooling.
+        methods: of pooling; none for `chosen_methods` to say.
         caches: cache kinds to measure on the source.
         caches_of_all: measure them on every conversion, too.
         text: see `text.load_text`.
         context: tokens a window.
         windows: how many, None for the whole text.
+        spread: take them evenly over the text, not the first ones.
         batch: windows read at once; changes no result.
         cache_windows: windows decoded through each cache kind.
         cache_prefill: tokens of these that are read at once; half of them by default.
         dtype, attn, device: as `models.load_model`.
         keep: leave the converted folders.
         seed: for `random`.
+        calibration: statistics of this model, or a text to gather them on, for "svd" and
+            "procrustes"; never the text that is measured on.
+        calibration_tokens: to read of a text.
+        grouping: which heads share, under these methods.
+        fit_steps: of the local fit after these methods, a layer; 0 for none.
+        fit_windows: of 512 tokens that it reads.
+        fit_data: text of the fit; None for that of the calibration.
     """
 
     kv_heads: tuple[int, ...] = ()
-    methods: tuple[str, ...] = ("mean",)
+    methods: tuple[str, ...] = ()
     caches: tuple[str, ...] = ()
     caches_of_all: bool = False
     text: str = "bundled"
     context: int = 512
     windows: int | None = 16
+    spread: bool = False
     batch: int = 1
     cache_windows: int = 2
     cache_prefill: int | None = None
@@ -55,13 +66,71 @@ class SweepSettings:
     device: str = "cpu"
     keep: bool = False
     seed: int = 0
+    calibration: str | None = None
+    calibration_tokens: int = 131072
+    grouping: str = "adjacent"
+    fit_steps: int = 0
+    fit_windows: int = 128
+    fit_data: str | None = None
 
     def __post_init__(self) -> None:
+        known = (*METHODS, *CALIBRATED)
         for method in self.methods:
-            if method not in METHODS:
-                raise UsageError(f"unknown method {method!r}", remedy=", ".join(METHODS))
+            if method not in known:
+                raise UsageError(f"unknown method {method!r}", remedy=", ".join(known))
         for spec in self.caches:
             cache_kind(spec)
+        if self.grouping not in GROUPINGS:
+            raise UsageError(f"unknown grouping {self.grouping!r}", remedy=", ".join(GROUPINGS))
+        if "svd" in self.methods and self.calibration is None:
+            raise UsageError(
+                "svd needs a calibration",
+                at="--method",
+                remedy="--calibration TEXT; not the text that is measured on",
+            )
+        if not set(self.chosen_methods) & set(CALIBRATED):
+            unused = {
+                "--calibration": self.calibration, "--fit-steps": self.fit_steps,
+                "--grouping": self.grouping != "adjacent",
+            }  # fmt: skip
+            for flag, value in unused.items():
+                if value:
+                    raise UsageError(
+                        f"{', '.join(self.chosen_methods)}: no method that {flag} is for",
+                        at=flag,
+                        remedy="--method mean,svd",
+                    )
+        if self.fit_steps:
+            _ = self.fit_text
+
+    @property
+    def chosen_methods(self) -> tuple[str, ...]:
+        """The methods asked for; by default the mean, and "svd" where there is a calibration."""
+        return self.methods or (("mean",) if self.calibration is None else ("mean", "svd"))
+
+    @property
+    def calibration_is_file(self) -> bool:
+        """Whether the calibration is a file of statistics, not a text."""
+        path = Path(self.calibration or "")
+        return path.suffix == ".safetensors" or looks_like_safetensors(path)
+
+    @property
+    def fit_text(self) -> str:
+        """The text of the local fit.
+
+        Raises:
+            UsageError: there is none.
+        """
+        text = self.fit_data
+        if text is None and not self.calibration_is_file:
+            text = self.calibration
+        if text is None:
+            raise UsageError(
+                "the local fit reads text, and none is given",
+                at="--fit-steps",
+                remedy="--data TEXT; not the text that is measured on",
+            )
+        return text
 
     @property
     def prefill(self) -> int:
@@ -78,7 +147,7 @@ class SweepPoint:
         kind: the source, a conversion, or one of these read through a cache kind.
         model: name of the model.
         kv_heads: it has.
-        method: of the conversion, None for the source.
+        method: of the conversion, None for the source; "svd + fit" after a local fit.
         cache_kind: "dynamic" unless `kind` is "cache".
         kv_bytes: of the cache after `kv_tokens` tokens of one text.
         kv_tokens: tokens.

@@ -11,7 +11,7 @@ It holds no Python paths and inherits from nothing: what is written is what runs
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -60,13 +60,72 @@ class ConvertSettings(Settings):
 
 
 class EvaluateSettings(Settings):
-    """What is measured before and after.
+    """What is measured before and after: a suite, and changes of its keys.
 
     Attributes:
         suite: `quick`, `standard` or a YAML file.
+        text: as for `uptrain.held_out.text`; None for the suite's, as below.
+        context: tokens a window.
+        windows: how many.
+        spread: take them evenly over the text, not the first ones.
+        top_k: tokens of the source kept on disk to measure divergence; 0 for both in memory.
+        tasks: of lm-eval, `continuation`, or YAML files.
+        task_limit: examples of each task.
+        cache: kinds of cache, such as `quantised:int4`.
+        cache_windows: windows read through each.
+        dtype: of the weights in memory; "auto" for that of the checkpoint.
     """
 
     suite: str = "quick"
+    text: str | None = None
+    context: int | None = Field(default=None, ge=2)
+    windows: int | None = Field(default=None, ge=1)
+    spread: bool | None = None
+    top_k: int | None = Field(default=None, ge=0)
+    tasks: tuple[str, ...] | None = None
+    task_limit: int | None = Field(default=None, ge=1)
+    cache: tuple[str, ...] | None = None
+    cache_windows: int | None = Field(default=None, ge=1)
+    dtype: str = "auto"
+
+    def changes(self) -> dict[str, Any]:
+        """Keys of the suite that the recipe sets itself."""
+        content = self.model_dump(exclude={"suite", "dtype"})
+        return {key: value for key, value in content.items() if value is not None}
+
+
+class BenchSettings(Settings):
+    """What is timed: the source beside the final model.
+
+    Attributes:
+        contexts: tokens in the cache; None for a sixteenth, a quarter and all of what the model
+            was made for.
+        batches: requests at a time.
+        new_tokens: steps of decoding in a repeat.
+        repeats: over which medians are taken.
+        attn: attention implementation; "packed" reads each KV head once on CPUs too.
+    """
+
+    contexts: tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    batches: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
+    new_tokens: int = Field(default=16, ge=1)
+    repeats: int = Field(default=5, ge=1)
+    attn: Literal["sdpa", "eager", "packed", "flash_attention_2", "flex"] = "sdpa"
+
+
+class SweepRecipeSettings(Settings):
+    """Other conversions of the source, for the trade-off curve; none of them is trained.
+
+    Attributes:
+        kv_heads: counts; all legal ones by default.
+        methods: of pooling; by default "mean", and "svd" where `convert` has a calibration, which
+            is used.
+        windows: of the evaluation's text that each is measured on.
+    """
+
+    kv_heads: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    methods: tuple[Literal["mean", "first", "random", "procrustes", "svd"], ...] = ()
+    windows: int = Field(default=8, ge=1)
 
 
 class ReportSettings(Settings):
@@ -74,9 +133,11 @@ class ReportSettings(Settings):
 
     Attributes:
         title: its heading; the recipe's name by default.
+        gpu: whose memory requests are to fit: a name of `gqaconvert estimate --gpus`, or a size.
     """
 
     title: str | None = None
+    gpu: str = "24GiB"
 
 
 class Recipe(Settings):
@@ -88,7 +149,9 @@ class Recipe(Settings):
         source: the model to start from.
         convert: how its KV heads become fewer.
         uptrain: how the result is trained; None for not at all.
-        evaluate: what is measured.
+        evaluate: what is measured; None for nothing.
+        bench: what is timed; None for nothing.
+        sweep: other conversions to compare with; None for none.
         report: what the report holds.
     """
 
@@ -98,6 +161,8 @@ class Recipe(Settings):
     convert: ConvertSettings = Field(examples=[{"kv_heads": 2}])
     uptrain: UptrainSettings | None = None
     evaluate: EvaluateSettings | None = None
+    bench: BenchSettings | None = None
+    sweep: SweepRecipeSettings | None = None
     report: ReportSettings | None = None
 
     @model_validator(mode="after")

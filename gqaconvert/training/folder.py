@@ -34,6 +34,11 @@ class RunFolder:
         return self.path / "converted"
 
     @property
+    def statistics(self) -> Path:
+        """Second moments of the calibration text, where the recipe names one."""
+        return self.path / "calibration.safetensors"
+
+    @property
     def metrics(self) -> Path:
         """One JSON line a step, see `metrics`."""
         return self.path / "metrics.jsonl"
@@ -58,8 +63,11 @@ class RunFolder:
         """What the run came to, as JSON."""
         return self.path / "summary.json"
 
-    def clear(self) -> None:
+    def clear(self, *, keep_conversion: bool = False) -> None:
         """Remove what an earlier run left here, and nothing else.
+
+        Args:
+            keep_conversion: leave the conversion that was trained.
 
         Raises:
             RefusedError: the exported model is not one of ours.
@@ -74,7 +82,7 @@ class RunFolder:
             file.unlink(missing_ok=True)
         for folder in (self.states, self.export):
             shutil.rmtree(folder, ignore_errors=True)
-        if (self.converted / MANIFEST).is_file():
+        if not keep_conversion and (self.converted / MANIFEST).is_file():
             shutil.rmtree(self.converted)
 
 

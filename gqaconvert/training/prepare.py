@@ -8,13 +8,7 @@ from typing import Any
 
 import torch
 
-from gqaconvert.calibration.block_fit import FitOptions
-from gqaconvert.calibration.conversion import (
-    CalibrationSource,
-    LocalFitting,
-    convert_calibrated,
-)
-from gqaconvert.checkpoint.header import looks_like_safetensors
+from gqaconvert.calibration.by_recipe import convert_by_recipe
 from gqaconvert.checkpoint.staging import check_space
 from gqaconvert.errors import RefusedError, UsageError
 from gqaconvert.modelling.layers import find_layers
@@ -26,7 +20,6 @@ from gqaconvert.modelling.models import (
 )
 from gqaconvert.settings.recipe import Recipe
 from gqaconvert.settings.uptrain import UptrainSettings
-from gqaconvert.surgery.convert import Conversion
 from gqaconvert.training.adapters import add_adapters
 from gqaconvert.training.folder import RunFolder
 from gqaconvert.training.objective import Objective
@@ -74,41 +67,14 @@ def find_start(recipe: Recipe, folder: RunFolder, world: World, tell: Tell) -> P
         if start is not None:
             return find_model(start).folder
         if not folder.converted.exists():
-            made = _convert(recipe, folder, world, tell)
+            made = convert_by_recipe(
+                recipe, folder.converted, folder.statistics, device=world.device.type, tell=tell
+            )
             if not made.written:  # it has that many KV heads already
                 return made.source.folder
         return folder.converted
 
     return world.first_does(find)
-
-
-def _convert(recipe: Recipe, folder: RunFolder, world: World, tell: Tell) -> Conversion:
-    """Make the conversion that the recipe describes."""
-    wanted = recipe.convert
-    tell(f"converting {recipe.source.model} to {wanted.kv_heads} KV heads ({wanted.method})")
-    calibration = fitting = None
-    if wanted.calibration is not None:
-        is_file = looks_like_safetensors(Path(wanted.calibration))
-        kept = None if is_file else folder.path / "calibration.safetensors"
-        calibration = CalibrationSource(wanted.calibration, kept, wanted.calibration_tokens)
-    if wanted.fit_steps:
-        fitting = LocalFitting(FitOptions(steps=wanted.fit_steps))
-    return convert_calibrated(
-        recipe.source.model,
-        folder.converted,
-        num_kv_heads=wanted.kv_heads,
-        method=wanted.method,
-        grouping=wanted.grouping,
-        calibration=calibration,
-        fitting=fitting,
-        device=world.device.type,
-        seed=wanted.seed,
-        dtype=wanted.dtype,
-        revision=recipe.source.revision,
-        resume=True,
-        calibrating=lambda done, count: tell(f"calibrating: layer {done} of {count}"),
-        tell=tell,
-    )
 
 
 def load_student(start: Path, settings: UptrainSettings, world: World) -> LoadedModel:

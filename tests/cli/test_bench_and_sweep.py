@@ -88,3 +88,18 @@ def test_sweep_prints_a_table_and_draws(tmp_path):
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names == ["models", "sweep.json", "sweep.png", "sweep.svg"]
     assert run("sweep", "tiny", "--kv-heads", 3, cwd=tmp_path).returncode == 2
+
+
+def test_a_calibrated_sweep_says_what_it_read(tmp_path):
+    done = run("sweep", "tiny", "--kv-heads", 2, "--context", 48, "--windows", 1, "--out", "out",
+               "--calibration", "bundled", "--calibration-tokens", 1024, "--fit-steps", 2,
+               "--fit-windows", 8, cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    methods = [line.split()[1] for line in done.stdout.splitlines()[2:4]]
+    assert methods == ["mean", "svd"]
+    assert "svd + fit" in done.stdout
+    note = "calibrated on 1,024 tokens of bundled:train and each layer is then fitted for 2 steps"
+    assert note in " ".join(done.stderr.split())
+    refused = run("sweep", "tiny", "--method", "svd", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "--calibration TEXT" in refused.stderr

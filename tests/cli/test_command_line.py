@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 from checkpoints import llama_tensors, write_llama, write_safetensors
 
-VERBS = ["inspect", "estimate", "convert", "verify", "expand", "evaluate", "bench", "sweep"]
+VERBS = [
+    "inspect", "estimate", "calibrate", "convert", "verify", "expand", "uptrain", "evaluate",
+    "bench", "sweep", "report", "run", "recipes", "env",
+]  # fmt: skip
 
 
 def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -7,9 +7,10 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
 from gqaconvert.errors import CheckpointError, UsageError
-from gqaconvert.evaluation import sweep as sweep_module
+from gqaconvert.evaluation import sweep_conversions
 from gqaconvert.evaluation.sweep import run_sweep
 from gqaconvert.evaluation.sweep_measures import SweepMeasures
 from gqaconvert.evaluation.sweep_results import SweepSettings
@@ -68,6 +69,10 @@ class TestPoints:
         assert points[2].quality == pytest.approx(points[1].perplexity / points[2].perplexity)
         assert "CUDA" in (points[3].unavailable or "CUDA")
 
+    def test_gradients_can_be_taken_afterwards(self, done):
+        assert done
+        assert not torch.is_inference_mode_enabled()
+
     def test_conversions_are_removed_unless_kept(self, done):
         assert list((done[1] / "models").iterdir()) == []
 
@@ -119,14 +124,14 @@ class TestGoingOn:
         folder = tmp_path / "models" / "tiny-kv4-mean"
         assert (folder / "model.safetensors").is_file()
         converted = []
-        convert = sweep_module.convert
+        convert = sweep_conversions.convert
 
         def watched(*args, **options):
             if not options["dry_run"]:
                 converted.append(options["method"])
             return convert(*args, **options)
 
-        monkeypatch.setattr(sweep_module, "convert", watched)
+        monkeypatch.setattr(sweep_conversions, "convert", watched)
         (tmp_path / "sweep.json").unlink()
         run_sweep("tiny", kept, tmp_path)
         assert converted == []

@@ -47,7 +47,7 @@ uptrain:
   teacher: {cache: x}
   loss: {hidden: 1}
   lora: false
-evaluate: quick
+report: quick
 """
 NO_NUMBER = "input should be a valid number, unable to parse string as a number"
 FAULTS = """
@@ -68,7 +68,7 @@ line 21: uptrain.budget: give exactly one of tokens, steps and alpha
 line 22: uptrain.schedule: warmup and decay add up to 1.1 of 1
 line 23: uptrain.compile: input should be a valid boolean, unable to interpret input
 line 26: uptrain.lora: needs keys and values: rank, alpha, dropout, target, train_kv
-line 27: evaluate: needs keys and values: suite
+line 27: report: needs keys and values: title, gpu
 """
 
 
@@ -131,8 +131,8 @@ class TestFaults:
         ]
 
     def test_a_key_like_no_other_names_those_there_are(self, path):
-        path.write_text(GOOD + "evaluate: {zzz: 1}\n")
-        assert refusal(path) == ["line 11: evaluate.zzz: no such key; there are suite"]
+        path.write_text(GOOD + "report: {zzz: 1}\n")
+        assert refusal(path) == ["line 11: report.zzz: no such key; there are title, gpu"]
 
     @pytest.mark.parametrize("value", ["true", "false"])
     @pytest.mark.parametrize("key", ["kv_heads", "seed"])

@@ -9,9 +9,11 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from gqaconvert.errors import UsageError
-from gqaconvert.evaluation.figures import draw_bench, draw_heads, draw_sweep
 from gqaconvert.evaluation.head_similarity import head_similarity
 from gqaconvert.figure_style import COLOURS, MARKERS, format_tokens
+from gqaconvert.reporting.figures.bench import draw_bench
+from gqaconvert.reporting.figures.heads import draw_heads
+from gqaconvert.reporting.figures.sweep import draw_sweep
 
 
 def timing(seconds: float) -> dict:

@@ -1,0 +1,1 @@
+"""One experiment from a recipe: source to report, stage by stage, restartable."""
