@@ -133,8 +133,8 @@ def draw_groups(results: Results, path: Path) -> None:
                 label=f"reading {long:,} tokens at {rate / 1e9:.3g} GB/s",
             )  # fmt: skip
             left.set_title(f"decoding, batch {rows[0]['batch']}", fontsize=10)
-            left.legend(frameon=False, fontsize=8)
-        left.set_ylim(bottom=0)
+            left.legend(frameon=False, fontsize=8, loc="upper left")
+        left.set_ylim(0, 1.25 * left.get_ylim()[1])  # room for the legend
         left.set_ylabel("ms a step, median, min to max")
         lines = [("mean", 0.0), ("svd", 0.0), (FITTED, 0.0), ("mean", MAIN)]
         for number, (start, share) in enumerate(lines):
@@ -154,7 +154,8 @@ def draw_groups(results: Results, path: Path) -> None:
         _plain_log(right)
         right.set_ylabel("perplexity of held-out text")
         right.set_title("quality", fontsize=10)
-        right.legend(frameon=False, fontsize=8)
+        right.set_ylim(top=3 * right.get_ylim()[1])
+        right.legend(frameon=False, fontsize=8, loc="upper right")
         for axes in (left, right):
             names = [f"{h}\n{heads_name(h)}" for h in places]
             axes.set_xticks(list(places.values()), names)

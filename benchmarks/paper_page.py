@@ -133,7 +133,7 @@ def _errors(results: Results) -> str:
         "Verdicts are computed. Runs are compared over the same windows of text, and a difference"
         f" counts from twice its error on, in which the spread between seeds has a part ({seeds})."
         " “Reasonable” is read as a perplexity of at most twice the source's, “close” as the nearer"
-        " half of the way, “diminishing” as less than half of the gain before."
+        " half of the way, “diminishing” as a smaller gain than before."
     )
 
 

@@ -185,7 +185,7 @@ def _returns(results: Results) -> Claim:
             f" {results.say(curve[0.1])} ({signed(first)}, then {signed(second)} nats)"
         )
         gains = results.better(curve[MAIN], curve[0.0]) == 1
-        verdicts.append(AGREES if gains and second > first / 2 else DIFFERS)
+        verdicts.append(AGREES if gains and second > first else DIFFERS)
     return Claim(quote, "0 → 5 → 10 %: " + "; ".join(said) if said else "", _together(verdicts))
 
 

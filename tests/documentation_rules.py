@@ -18,21 +18,18 @@ class Rule:
         reason: why.
         append: words put after the command's own; the last of two values of an option counts.
         slow: run in the slow tests only.
-        makes: a model that the command makes and other commands of the page take as given; what
-            stands in for it is taken away first.
     """
 
     pattern: str
     reason: str
     append: str = ""
     slow: bool = False
-    makes: str | None = None
 
 
 SHORT_TRAINING = (
     "--set 'uptrain.budget={steps: 2}' --set uptrain.batch_tokens=128 --set uptrain.micro_batch=1"
     " --set uptrain.data.context=64 --set uptrain.held_out.windows=1"
-    " --set convert.calibration_tokens=1024"
+    " --set convert.calibration_tokens=1024 --set convert.fit_steps=1"
 )
 SHORT_RUN = (
     f"{SHORT_TRAINING} --set evaluate.windows=2 --set evaluate.context=64"
@@ -89,7 +86,6 @@ RULES = (
         r"^gqaconvert convert .*--(fit|distill)-steps",
         "minutes of fitting",
         append="--tokens 512 --context 64 --fit-windows 8 --fit-steps 1",
-        makes="smollm2-mqa",
     ),
     Rule(r"^gqaconvert convert .*--calibration \S+\.txt", "a minute", append="--tokens 512"),
 )

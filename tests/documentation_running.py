@@ -54,8 +54,6 @@ def run_command(command: Command, place: str, folder: Path, *, slow: bool) -> No
     extra = shlex.split(rule.append) if rule else []
     words = [*command.words[1:], *extra]
     place_models(folder, real=bool(_READS_NO_WEIGHTS.search(" ".join(["gqaconvert", *words]))))
-    if rule and rule.makes and (folder / rule.makes).is_symlink():
-        (folder / rule.makes).unlink()
     began = time.process_time()
     code, out, both = call(words)
     print(f"{time.process_time() - began:.1f} s of CPU  {place}")  # noqa: T201 (shown by pytest -s)

@@ -44,7 +44,9 @@ def plan_stages(experiment: Experiment) -> list[Stage]:
     gathers = calibrates(convert)
     makers: tuple[StageName, ...] = ("source", "calibrate", "convert")
     evaluate = recipe.evaluate.model_dump(mode="json") if recipe.evaluate else {}
-    suite = _suite_file(recipe)
+    evaluate |= _suite_file(recipe) | {"device": experiment.device}
+    # For the commands: "cpu" is what they take by default.
+    device = experiment.device if experiment.device != "cpu" else None
     return [
         Stage(
             "source",
@@ -59,7 +61,7 @@ def plan_stages(experiment: Experiment) -> list[Stage]:
         Stage(
             "calibrate",
             command_line("calibrate", source.model, data=convert.calibration,
-                         tokens=convert.calibration_tokens, out=folder.statistics,
+                         tokens=convert.calibration_tokens, out=folder.statistics, device=device,
                          revision=source.revision),
             {"tokens": convert.calibration_tokens, "text": _text_identity(convert.calibration)},
             ("source",),
@@ -70,7 +72,7 @@ def plan_stages(experiment: Experiment) -> list[Stage]:
         ),
         Stage(
             "convert",
-            _convert_command(recipe, folder),
+            _convert_command(recipe, folder, device),
             convert.model_dump(mode="json", exclude={"calibration"})
             | {"calibration": _text_identity(convert.calibration)},
             ("source", "calibrate"),
@@ -90,8 +92,8 @@ def plan_stages(experiment: Experiment) -> list[Stage]:
         ),
         Stage(
             "evaluate",
-            _evaluate_command(recipe, folder, folder.converted),
-            evaluate | suite,
+            _evaluate_command(recipe, folder, folder.converted, device),
+            evaluate,
             makers,
             measure_start,
             lambda: _results_digest(folder, "converted"),
@@ -108,8 +110,8 @@ def plan_stages(experiment: Experiment) -> list[Stage]:
         ),
         Stage(
             "evaluate-uptrained",
-            _evaluate_command(recipe, folder, folder.export),
-            evaluate | suite,
+            _evaluate_command(recipe, folder, folder.export, device),
+            evaluate,
             ("source", "uptrain"),
             measure_trained,
             lambda: _results_digest(folder, "model"),
@@ -117,8 +119,9 @@ def plan_stages(experiment: Experiment) -> list[Stage]:
         ),
         Stage(
             "bench",
-            _bench_command(recipe, folder),
-            recipe.bench.model_dump(mode="json") if recipe.bench else {},
+            _bench_command(recipe, folder, device),
+            (recipe.bench.model_dump(mode="json") if recipe.bench else {})
+            | {"device": experiment.device},
             (*makers, "uptrain"),
             time_models,
             lambda: files_digest([folder.bench / BENCH_FILE], folder.path),
@@ -126,8 +129,8 @@ def plan_stages(experiment: Experiment) -> list[Stage]:
         ),
         Stage(
             "sweep",
-            _sweep_command(recipe, folder),
-            (recipe.sweep.model_dump(mode="json") if recipe.sweep else {}) | evaluate | suite,
+            _sweep_command(recipe, folder, device),
+            (recipe.sweep.model_dump(mode="json") if recipe.sweep else {}) | evaluate,
             ("source", "calibrate"),
             compare_conversions,
             lambda: files_digest([folder.sweep / SWEEP_FILE], folder.path),
@@ -176,7 +179,7 @@ def _suite_file(recipe: Recipe) -> dict[str, Any]:
     return {"suite_content": digest_of(suite_of(recipe.evaluate).model_dump(mode="json"))}
 
 
-def _convert_command(recipe: Recipe, folder: ExperimentFolder) -> str:
+def _convert_command(recipe: Recipe, folder: ExperimentFolder, device: str | None) -> str:
     wanted = recipe.convert
     return command_line(
         "convert", recipe.source.model, folder.converted, kv_heads=wanted.kv_heads,
@@ -187,11 +190,14 @@ def _convert_command(recipe: Recipe, folder: ExperimentFolder) -> str:
         calibration=folder.statistics if calibrates(wanted) else wanted.calibration,
         data=wanted.calibration if wanted.fit_steps or wanted.distill_steps else None,
         fit_steps=wanted.fit_steps or None, distill_steps=wanted.distill_steps or None,
+        device=device if wanted.fit_steps or wanted.distill_steps else None,
         revision=recipe.source.revision,
     )  # fmt: skip
 
 
-def _evaluate_command(recipe: Recipe, folder: ExperimentFolder, model: Path) -> str:
+def _evaluate_command(
+    recipe: Recipe, folder: ExperimentFolder, model: Path, device: str | None
+) -> str:
     section = recipe.evaluate
     if section is None:
         return ""
@@ -202,11 +208,11 @@ def _evaluate_command(recipe: Recipe, folder: ExperimentFolder, model: Path) -> 
     return command_line(
         "evaluate", model, baseline=recipe.source.model, suite=section.suite,
         dtype=section.dtype if section.dtype != "auto" else None, results=folder.results,
-        **options,
+        device=device, **options,
     )  # fmt: skip
 
 
-def _bench_command(recipe: Recipe, folder: ExperimentFolder) -> str:
+def _bench_command(recipe: Recipe, folder: ExperimentFolder, device: str | None) -> str:
     section = recipe.bench
     if section is None:
         return ""
@@ -214,11 +220,11 @@ def _bench_command(recipe: Recipe, folder: ExperimentFolder) -> str:
     return command_line(
         "bench", recipe.source.model, final, context=section.contexts, batch=section.batches,
         new_tokens=section.new_tokens, repeats=section.repeats, attn=section.attn,
-        out=folder.bench,
+        device=device, out=folder.bench,
     )  # fmt: skip
 
 
-def _sweep_command(recipe: Recipe, folder: ExperimentFolder) -> str:
+def _sweep_command(recipe: Recipe, folder: ExperimentFolder, device: str | None) -> str:
     section = recipe.sweep
     if section is None:
         return ""
@@ -228,5 +234,5 @@ def _sweep_command(recipe: Recipe, folder: ExperimentFolder) -> str:
         method=sweep_methods(recipe), calibration=sweep_calibration(recipe, folder),
         windows=section.windows, spread=bool(evaluate and evaluate.spread),
         context=evaluate.context if evaluate else None,
-        text=evaluate.text if evaluate else None, out=folder.sweep,
+        text=evaluate.text if evaluate else None, device=device, out=folder.sweep,
     )  # fmt: skip

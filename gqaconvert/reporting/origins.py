@@ -70,7 +70,9 @@ def of_bench(run: SavedRun, row: Mapping[str, Any]) -> str:
         f" batch {row['batch']}{how}, on {where_measured(bench)}; median of"
         f" {plural(settings['repeats'], 'repeat')}"
     )
-    return f"{text}. {made_by(run, 'bench', '--context ' + _commas(settings['contexts']))}"
+    names = " ".join(shlex.quote(each["name"]) for each in bench["models"])
+    options = f"{names} --context {_commas(settings['contexts'])}"
+    return f"{text}. {made_by(run, 'bench', options)}"
 
 
 def of_sweep(run: SavedRun) -> str:

@@ -252,7 +252,7 @@ def _decoding(subject: Subject, baseline: Subject | None) -> Cell:
         f" {1e3 * step['min_s']:.3g} to {1e3 * step['max_s']:.3g}"
     )
     return Cell(
-        f"{speed:,.4g}", speed, aside=_against(speed, before),
+        f"{speed:,.1f}" if speed < 1000 else f"{speed:,.0f}", speed, aside=_against(speed, before),
         origin=origins.of_bench(subject.run, row), detail=spread,
     )  # fmt: skip
 

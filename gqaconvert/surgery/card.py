@@ -50,9 +50,13 @@ def split_front_matter(card: str) -> tuple[dict[str, Any], str]:
     return {}, card
 
 
+UNTOUCHED = " Every other weight is byte for byte the source's."
+"""What the card of a conversion says, and that of a trained model cannot."""
+
+
 def _others(identity: SourceIdentity) -> str:
     if identity.read_as is None:
-        return " Every other weight is byte for byte the source's."
+        return UNTOUCHED
     return (
         " The source's class has no number of KV heads, so the checkpoint was rewritten as"
         f" `{identity.read_as}`, which computes the same with other weights."

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gqaconvert.surgery.card import split_front_matter
-from gqaconvert.units import format_count
+from gqaconvert.surgery.card import UNTOUCHED, split_front_matter
+from gqaconvert.units import format_count, format_duration
 
 _WARNING = "Pooling alone changes what the model computes."
 
@@ -26,6 +26,7 @@ def trained_card(card: str, facts: Mapping[str, Any]) -> str:
     _, body = split_front_matter(text)
     front = text[: len(text) - len(body)]
     head, divider, source_card = body.partition("## Card of the source model")
+    head = head.replace(UNTOUCHED, "")
     return f"{front}{head.rstrip()}\n\n{section}\n\n{divider}{source_card}".rstrip() + "\n"
 
 
@@ -40,7 +41,7 @@ def _section(facts: Mapping[str, Any]) -> list[str]:
         "",
         f"Trained after the conversion on {format_count(facts['tokens'])} tokens"
         f" ({facts['steps']} steps of {facts['batch_tokens']} tokens, {facts['objective']}),"
-        f" in {facts['seconds'] / 60:.0f} minutes on {facts['devices']}.",
+        f" in {format_duration(facts['seconds'])} on {facts['devices']}.",
         "",
         "| data | weight |",
         "|---|---|",

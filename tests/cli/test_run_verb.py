@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -9,6 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
+
+from gqaconvert.cli.main import app
+from gqaconvert.pipeline.experiment import Experiment
+from gqaconvert.pipeline.folder import experiment_folder
+from gqaconvert.pipeline.stages import plan_stages
+from gqaconvert.settings.recipes import load_recipe, recipe_files
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
 RECIPE = """
@@ -106,3 +114,16 @@ def test_the_training_of_a_run_can_have_several_processes(folder):
     assert summary["steps"] == 2
     assert "2" in summary["devices"]
     assert (folder / "two" / "report" / "report.md").is_file()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", sorted(recipe_files()))
+def test_the_command_of_every_stage_is_one_that_the_verbs_take(name, device, tmp_path):
+    group = typer.main.get_command(app)
+    context = group.make_context("gqaconvert", ["--help"], resilient_parsing=True)
+    experiment = Experiment(load_recipe(name), experiment_folder(tmp_path, name), device)
+    for stage in plan_stages(experiment):
+        words = shlex.split(stage.command)
+        if stage.left_out is None:
+            verb, command, rest = group.resolve_command(context, words[1:])
+            command.make_context(verb, rest)

@@ -167,5 +167,5 @@ def _origin(
             break
     if caches:
         parts.append(f"Caches: {caches[0].origin}")
-    parts += [f"Sweep: {of_sweep(run)}" for run in sweeps]
+    parts += [f"Conversions that only the sweep made. {of_sweep(run)}" for run in sweeps]
     return " ".join(parts)

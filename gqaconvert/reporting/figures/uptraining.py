@@ -18,7 +18,9 @@ from gqaconvert.units import format_count
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SMOOTHED_STEPS = 50
+_WIDE = 4.0
+"""Highest over lowest perplexity from which on the axis is logarithmic."""
+
 _LARGEST_LOSS = 20.0
 """Nats; a perplexity beyond is that of a run that has broken, and would flatten all others."""
 
@@ -61,7 +63,9 @@ def uptraining_figure(subjects: Sequence[Subject], looks: Looks) -> ReportFigure
         axes.set_ylabel("perplexity")
         axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_count(value)))
-        plain_log_axis(axes)
+        low, high = axes.get_ylim()
+        if low <= 0 or high / low > _WIDE:
+            plain_log_axis(axes)
 
     said = listed([_told(run, named=looks.are_runs) for run in trained])
     return ReportFigure(
@@ -79,16 +83,6 @@ def uptraining_figure(subjects: Sequence[Subject], looks: Looks) -> ReportFigure
 
 def _draw_run(axes: Axes, run: SavedRun, colour: str, *, named: bool) -> None:
     suffix = f", {run.name}" if named else ""
-    steps = [
-        line for line in run.metrics
-        if line["kind"] == "step" and not line.get("skipped") and _is_loss(line.get("next_token"))
-    ]  # fmt: skip
-    if not named and len(steps) > 1:
-        axes.plot(
-            [line["tokens"] for line in steps],
-            [math.exp(loss) for loss in smoothed([line["next_token"] for line in steps])],
-            color=colour, linewidth=1, alpha=0.45, label="training text",
-        )  # fmt: skip
     points = held_out_points(run)
     axes.plot(
         [tokens for tokens, _ in points], [math.exp(loss) for _, loss in points], color=colour,
@@ -105,16 +99,6 @@ def _draw_run(axes: Axes, run: SavedRun, colour: str, *, named: bool) -> None:
             math.exp(source), color=colour if named else INK, linestyle="--", linewidth=1.2,
             label=f"source, held-out text{suffix}",
         )  # fmt: skip
-
-
-def smoothed(values: Sequence[float]) -> list[float]:
-    """Running mean over a tenth of the values, fifty at most."""
-    window = max(1, min(_SMOOTHED_STEPS, len(values) // 10))
-    means = []
-    for number in range(1, len(values) + 1):
-        part = values[max(0, number - window) : number]
-        means.append(sum(part) / len(part))
-    return means
 
 
 def _colour(run: SavedRun, subjects: Sequence[Subject], looks: Looks) -> str:
