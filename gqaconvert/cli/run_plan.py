@@ -72,7 +72,8 @@ def show_plan(experiment: Experiment, bounds: Bounds, gpu: str | None, *, json: 
             say(f"note: times are rough, within a factor of about three; {speed.basis}")
         if not expected:
             say("note: the cost of this class cannot be reckoned from its config")
-    check_space(experiment.folder.path, disk)
+    if gpu is None:  # else this machine is not the one that is planned for
+        check_space(experiment.folder.path, disk)
 
 
 def _sum(parts: Any) -> float | None:  # noqa: ANN401
