@@ -8,23 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from gqaconvert.cli.completion import complete_recipe
+from gqaconvert.cli.recipe_options import Overrides, RecipeName
 from gqaconvert.cli.terminal import say, show_json, show_table
 from gqaconvert.errors import RefusedError, UsageError
 
 recipes_app = typer.Typer(
     no_args_is_help=True, help="List, print, copy and check recipes: one YAML, one experiment."
 )
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Replace a value, such as uptrain.lr=1e-4."),
-]
-Spec = Annotated[
-    str,
-    typer.Argument(
-        metavar="RECIPE", help="Name of a recipe, or a YAML file.", autocompletion=complete_recipe
-    ),
-]
 
 
 @recipes_app.command("list")
@@ -55,7 +45,7 @@ def list_command(
 
 @recipes_app.command("show")
 def show_command(
-    recipe: Spec,
+    recipe: RecipeName,
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Print what runs, with every default.")
     ] = False,
@@ -72,7 +62,7 @@ def show_command(
 
 @recipes_app.command("copy")
 def copy_command(
-    recipe: Spec,
+    recipe: RecipeName,
     destination: Annotated[
         Path | None,
         typer.Argument(metavar="DEST", help="File or folder.  [default: NAME.yaml here]"),

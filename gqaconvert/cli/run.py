@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from gqaconvert.cli.completion import complete_accelerate_config, complete_gpu, complete_recipe
+from gqaconvert.cli.recipe_options import (
+    AccelerateConfig,
+    NumProcesses,
+    Overrides,
+    PlannedGpu,
+    RecipeName,
+    RunOut,
+)
 from gqaconvert.cli.terminal import say, show_json
 
 if TYPE_CHECKING:
@@ -21,37 +27,19 @@ _STAGES = "source, calibrate, convert, verify, evaluate, uptrain, evaluate-uptra
 
 
 def run_command(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            help="A recipe's file, or the name of one that ships.", autocompletion=complete_recipe
-        ),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the run.", show_default="runs/NAME")
-    ] = None,
+    recipe: RecipeName,
+    out: RunOut = None,
     first: Annotated[
         str | None,
         typer.Option("--from", help=f"Do this stage and all after it again: {_STAGES} or report."),
     ] = None,
     last: Annotated[str | None, typer.Option("--until", help="Stop after this stage.")] = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Change a key of the recipe, such as uptrain.lr=1e-4."),
-    ] = None,
+    override: Overrides = None,
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="For all but uptraining.")
     ] = "auto",
-    accelerate_config: Annotated[
-        str | None,
-        typer.Option(
-            help="Of uptraining: cpu, single_gpu, ddp, fsdp2, multi_node, or a file.",
-            autocompletion=complete_accelerate_config,
-        ),
-    ] = None,
-    num_processes: Annotated[
-        int | None, typer.Option(min=1, help="Processes of uptraining in all; on CPUs as well.")
-    ] = None,
+    accelerate_config: AccelerateConfig = None,
+    num_processes: NumProcesses = None,
     overwrite: Annotated[
         bool,
         typer.Option("--overwrite", help="Start again where another recipe ran in the folder."),
@@ -59,13 +47,7 @@ def run_command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print stages, time, disk and memory, and stop.")
     ] = False,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            help="With --dry-run: a device that is not here, such as h100-80gb.",
-            autocompletion=complete_gpu,
-        ),
-    ] = None,
+    gpu: PlannedGpu = None,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Convert, verify, measure, uptrain, measure again, time and report: a recipe end to end.

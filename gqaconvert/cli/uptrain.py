@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gqaconvert.cli.completion import complete_accelerate_config, complete_gpu, complete_recipe
 from gqaconvert.cli.push import Public, PushToHub, check_push, push
+from gqaconvert.cli.recipe_options import (
+    AccelerateConfig,
+    NumProcesses,
+    Overrides,
+    PlannedGpu,
+    RecipeName,
+    RunOut,
+)
 from gqaconvert.cli.terminal import say, show_json
 
 if TYPE_CHECKING:
@@ -20,29 +27,11 @@ if TYPE_CHECKING:
 
 
 def uptrain_command(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            help="A recipe's file, or the name of one that ships.", autocompletion=complete_recipe
-        ),
-    ],
-    accelerate_config: Annotated[
-        str | None,
-        typer.Option(
-            help="cpu, single_gpu, ddp, fsdp2, multi_node, or a file of accelerate's.",
-            autocompletion=complete_accelerate_config,
-        ),
-    ] = None,
-    num_processes: Annotated[
-        int | None, typer.Option(min=1, help="Processes in all; on CPUs as well.")
-    ] = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="Change a key of the recipe, such as uptrain.lr=1e-4."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the run.", show_default="runs/NAME")
-    ] = None,
+    recipe: RecipeName,
+    accelerate_config: AccelerateConfig = None,
+    num_processes: NumProcesses = None,
+    override: Overrides = None,
+    out: RunOut = None,
     resume: Annotated[
         str | None, typer.Option(help="auto, or a saved state's folder, to go on from it.")
     ] = None,
@@ -52,13 +41,7 @@ def uptrain_command(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print memory, disk and steps, and stop.")
     ] = False,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            help="With --dry-run: a device that is not here, such as h100-80gb.",
-            autocompletion=complete_gpu,
-        ),
-    ] = None,
+    gpu: PlannedGpu = None,
     push_to_hub: PushToHub = None,
     public: Public = False,
     json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,

@@ -52,7 +52,7 @@ class Case:
     tokens: list[list[str]]
     expected: list[list[int]]
 
-    def question(self, model: Path | None = None) -> dict[str, Any]:
+    def question(self, model: Path | str | None = None) -> dict[str, Any]:
         """What the scripts of this folder are asked; `model` if not the checkpoint itself."""
         return {
             "model": str(model or self.folder),
@@ -93,7 +93,9 @@ def _continue(model: Any, prompt: list[int]) -> list[int]:
 
 
 class Engine:
-    """An environment with an engine in it, outside of this one."""
+    """An environment with an engine in it, outside of this one; its scripts lie in `here`."""
+
+    here = HERE
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
