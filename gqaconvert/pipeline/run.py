@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from gqaconvert.errors import RefusedError, UsageError
 from gqaconvert.evaluation.machine import describe_machine
@@ -137,6 +140,8 @@ def run(
                 record.stages[stage.name] = _carried_out(stage, experiment, inputs, anew, record)
             except Interrupted:
                 return Run(folder, record, tuple(done), tuple(kept), interrupted=True)
+            finally:
+                _release_memory()
             save_record(record, folder.record)
             done.append(stage.name)
     return Run(folder, record, tuple(done), tuple(kept))
@@ -251,6 +256,13 @@ def _carried_out(
         outcome="done" if finished.needed else "not needed",
         note=finished.note,
     )
+
+
+def _release_memory() -> None:
+    """Give back what a stage held: the next may need it, in processes of its own too."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _take_roles(record: ExperimentRecord, finished: Finished) -> None:

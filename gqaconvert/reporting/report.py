@@ -69,7 +69,7 @@ def report(
         out = folders[0] / "report" if len(folders) == 1 else Path("report")
     target = Path(out)
     check_target(target)
-    runs = _named_apart([read_run(folder) for folder in folders])
+    runs = _named_apart([read_run(folder) for folder in folders], folders)
     document = make_document(runs, title)
     files = {"report.md": markdown_page(document), PAGE: html_page(document)}
     for figure in document.figures:
@@ -127,13 +127,16 @@ def _is_report(folder: Path) -> bool:
     return page.is_file() and _MARK in page.read_text(encoding="utf-8", errors="replace")
 
 
-def _named_apart(runs: Sequence[SavedRun]) -> list[SavedRun]:
-    """Give runs of one name a number each."""
+def _named_apart(runs: Sequence[SavedRun], folders: Sequence[Path]) -> list[SavedRun]:
+    """Call runs of one recipe by their folders, and number those that this does not tell apart."""
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):
+        names = [folder.resolve().name for folder in folders]
     found: list[SavedRun] = []
-    for run in runs:
-        number, name = 1, run.name
+    for run, plain in zip(runs, names, strict=True):
+        number, name = 1, plain
         while name in {each.name for each in found}:
             number += 1
-            name = f"{run.name} ({number})"
+            name = f"{plain} ({number})"
         found.append(replace(run, name=name))
     return found

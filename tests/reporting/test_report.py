@@ -400,6 +400,17 @@ class TestComparison:
             assert "second" in text, name
         assert (both.folder / "figures/latency-2.svg").is_file()
 
+    def test_runs_of_one_recipe_are_called_by_their_folders(self, run, tmp_path):
+        slower = tmp_path / "a slower one with a name that no line of a legend has room for"
+        shutil.copytree(run, slower)
+        done = report([run, slower], tmp_path / "out")
+        names = {row["run"] for row in sheet(done.folder, "models.csv")}
+        assert names == {run.name, slower.name}
+        drawn = (done.folder / "figures/memory.svg").read_text(encoding="utf-8")
+        texts = re.findall(r"<(?:text|tspan)[^>]*>([^<]+)<", drawn)
+        assert any("a slower one" in text for text in texts)
+        assert max(map(len, texts)) <= 62
+
     def test_runs_of_one_name_are_told_apart(self, run, tmp_path):
         bench = run / "bench"
         write_json(tmp_path / "bench/bench.json", json.loads((bench / "bench.json").read_text()))

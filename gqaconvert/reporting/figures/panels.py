@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 WIDTH = 4.6
 """Inches of a panel: letters are still readable when it fills a telephone."""
 HEIGHT = 3.5
+_LINE = 62
+"""Characters that a line of the legend has room for, marks included."""
+
 _ROW = 0.17
 
 
@@ -79,9 +83,10 @@ def legend_above(figure: Figure, axes: Axes) -> None:
         legend.remove()
     if not handles:
         return
-    longest = max(len(name) for name in names)
-    columns = max(1, min(len(names), 62 // (longest + 6)))
-    rows = -(-len(names) // columns)
+    names = [textwrap.fill(name, _LINE) for name in names]
+    lines = [line for name in names for line in name.splitlines()]
+    columns = max(1, min(len(names), _LINE // (max(map(len, lines)) + 6)))
+    rows = -(-len(lines) // columns)
     # A long legend makes the picture higher, not the axes lower.
     figure.set_size_inches(WIDTH, HEIGHT + _ROW * max(0, rows - 2))
     figure.legend(
