@@ -65,13 +65,17 @@ def _measure(experiment: Experiment, model: Path) -> Finished:
         results=experiment.folder.results,
         on_event=tell,
     )
-    lacking = sum(len(each.unavailable) for each in measured.models)
+    reasons = [
+        f"{metric} of {each.name} was not measured: {reason}"
+        for each in measured.models
+        for metric, reason in each.unavailable.items()
+    ]
     note = "; ".join(
         f"{each.name}: perplexity {each.measurements['perplexity'].value:,.4g}"
         for each in measured.models
         if "perplexity" in each.measurements
     )
-    return Finished(note + (f"; {lacking} not measured" if lacking else ""))
+    return Finished("; ".join([note, *reasons]) if note else "; ".join(reasons))
 
 
 def suite_of(section: EvaluateSettings) -> Suite:

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from gqaconvert.errors import CheckpointError, RefusedError, UsageError
 from gqaconvert.pipeline.experiment import Experiment
@@ -34,7 +35,7 @@ report: {title: "A small <experiment>"}
 SUITE = """
 windows: 1
 tasks: []
-cache: [dynamic]
+cache: [dynamic, offloaded]
 cache_windows: 1
 cache_decode: 4
 kv_contexts: [16]
@@ -101,6 +102,15 @@ def test_the_folder_holds_what_a_report_reads(first_run):
     record = json.loads(folder.record.read_text())
     assert record["roles"] == {"source": "tiny", "converted": "converted", "uptrained": "model"}
     assert record["command"] == "gqaconvert run small.yaml"
+
+
+def test_what_could_not_be_measured_is_told_with_its_reason(first_run):
+    if torch.cuda.is_available():
+        pytest.skip("an offloaded cache works on a GPU")
+    note = first_run.record.stages["evaluate-uptrained"].note
+    assert "cache/offloaded of model was not measured: " in note
+    assert "GPU" in note or "CUDA" in note
+    assert "cache/offloaded of model" in (first_run.folder.report / "report.md").read_text()
 
 
 def test_the_title_of_the_recipe_heads_the_report(first_run):
