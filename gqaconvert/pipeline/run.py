@@ -213,7 +213,10 @@ def _learnt(recipe: Recipe) -> Mapping[str, Any]:
     if recipe.uptrain is None:
         return {}
     convert = recipe.convert.model_dump(mode="json")
-    return {**identity(recipe, ""), **{f"convert.{key}": each for key, each in convert.items()}}
+    learnt = {f"convert.{key}": value for key, value in convert.items()}
+    for key, value in identity(recipe, "").items():
+        learnt[key if key == "source.model" else f"uptrain.{key}"] = value
+    return learnt
 
 
 def _opened(experiment: Experiment, command: str) -> ExperimentRecord:

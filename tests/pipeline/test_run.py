@@ -156,6 +156,8 @@ def test_until_stops_after_a_stage(bench_folder):
 
 def test_training_of_another_recipe_is_not_touched(copy):
     before = (copy / "run" / "model" / "model.safetensors").read_bytes()
+    with pytest.raises(RefusedError, match=r"uptrain\.lr 0\.0001 → 0\.001"):
+        run(experiment(copy, "uptrain.lr=1e-3"))
     with pytest.raises(RefusedError, match=r"convert\.kv_heads 2 → 4"):
         run(experiment(copy, "convert.kv_heads=4"))
     assert (copy / "run" / "model" / "model.safetensors").read_bytes() == before
