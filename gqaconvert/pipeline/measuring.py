@@ -20,6 +20,7 @@ from gqaconvert.pipeline.folder import ExperimentFolder
 from gqaconvert.pipeline.making import note_model
 from gqaconvert.pipeline.stage import Finished
 from gqaconvert.reporting.cards import write_cards
+from gqaconvert.reporting.numbers import finite_figure
 from gqaconvert.reporting.report import report
 from gqaconvert.settings.recipe import BenchSettings as BenchSection
 from gqaconvert.settings.recipe import EvaluateSettings, Recipe
@@ -49,10 +50,9 @@ def _measure(experiment: Experiment, model: Path) -> Finished:
 
     def tell(event: Event) -> None:
         if event.outcome == "measured" and event.measurement is not None:
-            unit = event.measurement.unit
-            experiment.tell(
-                f"{event.model}: {event.metric} {event.measurement.value:.4g} {unit}".rstrip()
-            )
+            found = event.measurement
+            value = finite_figure(found.value, found.stderr)
+            experiment.tell(f"{event.model}: {event.metric} {value} {found.unit}".rstrip())
         elif event.outcome == "unavailable":
             experiment.tell(f"{event.model}: {event.metric}: not measured: {event.reason}")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gqaconvert.reporting.caches import CacheRow
-from gqaconvert.reporting.numbers import NOTHING, finite_figure
+from gqaconvert.reporting.numbers import NOTHING, finite_figure, plural
 from gqaconvert.reporting.table import Cell, Column, Table
 from gqaconvert.units import format_memory
 
@@ -72,9 +72,9 @@ def lay_out(table: Table) -> LaidTable:
         )
         below = [subject.model] if subject.role else []
         if subject.kv_heads and subject.num_heads:
-            below.append(f"{subject.num_heads} query, {subject.kv_heads} KV heads")
+            below.append(f"{subject.num_heads} query, {plural(subject.kv_heads, 'KV head')}")
         elif subject.kv_heads:
-            below.append(f"{subject.kv_heads} KV heads")
+            below.append(plural(subject.kv_heads, "KV head"))
         row = LaidRow(subject.title, ", ".join(below), cells)
         groups.setdefault(subject.run.name if several else "", []).append(row)
     return LaidTable(
