@@ -81,6 +81,9 @@ def evaluate_command(
             show_default=False,
         ),
     ] = None,
+    cache_windows: Annotated[
+        int | None, typer.Option(min=1, help="Windows read through each kind of cache.")
+    ] = None,
     needle: Annotated[
         bool | None, typer.Option("--needle/--no-needle", help="Probe of long contexts.")
     ] = None,
@@ -105,6 +108,7 @@ def evaluate_command(
         "task_limit": limit,
         "fewshot": fewshot,
         "cache": _listed(cache),
+        "cache_windows": cache_windows,
     }
     chosen = _choose(suite, {key: value for key, value in asked.items() if value is not None})
     if needle is not None:

@@ -202,7 +202,6 @@ def _evaluate_command(
     if section is None:
         return ""
     options = section.changes()
-    options.pop("cache_windows", None)  # a suite of one's own can say it, an option cannot
     if "task_limit" in options:
         options["limit"] = options.pop("task_limit")
     return command_line(

@@ -172,9 +172,10 @@ def _error(one: Measured) -> str:
 
 def _evaluate(run: SavedRun, one: Measured) -> str:
     settings = one.settings
+    windows = "cache-windows" if one.metric.startswith("cache/") else "windows"
     options = [
         f"--{flag} {shlex.quote(str(settings[key]))}"
-        for flag, key in (("text", "text"), ("context", "context"), ("windows", "windows"),
+        for flag, key in (("text", "text"), ("context", "context"), (windows, "windows"),
                           ("tasks", "task"), ("limit", "limit"), ("cache", "kind"))
         if settings.get(key) is not None
     ]  # fmt: skip
