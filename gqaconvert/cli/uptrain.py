@@ -99,12 +99,8 @@ def _route(
     public: bool,
     overwrite: bool,
 ) -> Route | None:
-    if accelerate_config is None and (num_processes or 1) == 1:
-        return None
-    import torch
-
     from gqaconvert.settings.recipes import accelerate_config as find_config
-    from gqaconvert.training.launch import choose_route
+    from gqaconvert.training.launch import route_here
 
     arguments = [recipe, *(part for each in overrides for part in ("--set", each))]
     if out is not None:
@@ -115,13 +111,8 @@ def _route(
         arguments.append("--overwrite")
     if push_to_hub is not None:
         arguments += ["--push-to-hub", push_to_hub, *(["--public"] if public else [])]
-    return choose_route(
-        find_config(accelerate_config) if accelerate_config else None,
-        num_processes,
-        arguments,
-        num_gpus=torch.cuda.device_count(),
-        num_cores=os.cpu_count() or 1,
-    )
+    config = find_config(accelerate_config) if accelerate_config else None
+    return route_here(config, num_processes, arguments)
 
 
 def _train_here(

@@ -84,6 +84,32 @@ def read_wanted(config: Path | None, num_processes: int | None, *, num_gpus: int
     )
 
 
+def route_here(
+    config: Path | None, num_processes: int | None, arguments: Sequence[str]
+) -> Route | None:
+    """Choose how to start a run on this machine; None for within this process.
+
+    Args:
+        config: of accelerate; None for plain DDP.
+        num_processes: wanted; None for what the config says.
+        arguments: of `python -m gqaconvert.training`.
+
+    Raises:
+        UsageError: as `choose_route`.
+    """
+    if config is None and (num_processes or 1) == 1:
+        return None
+    import torch
+
+    return choose_route(
+        config,
+        num_processes,
+        arguments,
+        num_gpus=torch.cuda.device_count(),
+        num_cores=os.cpu_count() or 1,
+    )
+
+
 def choose_route(
     config: Path | None,
     num_processes: int | None,
