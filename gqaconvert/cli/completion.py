@@ -40,11 +40,6 @@ def complete_suite(incomplete: str) -> list[str]:
     return _shipped("eval", incomplete)
 
 
-def complete_text(incomplete: str) -> list[str]:
-    """Offer the bundled text; files are the shell's."""
-    return _beginning(("bundled",), incomplete) if incomplete else []
-
-
 def complete_gpu(incomplete: str) -> list[str]:
     """Offer the GPUs of the table."""
     from gqaconvert.kv_cache.hardware import accelerators

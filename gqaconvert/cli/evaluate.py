@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gqaconvert.cli.completion import complete_model
+from gqaconvert.cli.completion import complete_model, complete_suite
 from gqaconvert.cli.evaluate_table import show_evaluation
 from gqaconvert.cli.terminal import say, show_json
 from gqaconvert.reporting.numbers import figure
@@ -29,7 +29,11 @@ def evaluate_command(
         typer.Option(help="Compared with it. Default: the first of several.", show_default=False),
     ] = None,
     suite: Annotated[
-        str, typer.Option(help="quick, standard, or a YAML file; options below override it.")
+        str,
+        typer.Option(
+            help="quick, standard, or a YAML file; options below override it.",
+            autocompletion=complete_suite,
+        ),
     ] = "quick",
     text: Annotated[
         str | None,
