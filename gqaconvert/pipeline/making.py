@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 from gqaconvert.attention.estimation import estimate
 from gqaconvert.attention.inspection import inspect
-from gqaconvert.calibration.by_recipe import convert_by_recipe
+from gqaconvert.calibration.by_recipe import calibrates, convert_by_recipe
 from gqaconvert.calibration.calibrate import calibrate
 from gqaconvert.checkpoint.sidecars import read_json_object, write_json
-from gqaconvert.errors import GqaconvertError
+from gqaconvert.errors import GqaconvertError, UsageError
 from gqaconvert.evaluation.head_similarity import head_similarity
 from gqaconvert.kv_cache.model_config import read_config
 from gqaconvert.pipeline.experiment import Experiment
@@ -23,7 +22,7 @@ from gqaconvert.settings.recipe import ReportSettings
 from gqaconvert.settings.recipes import resolved_yaml
 from gqaconvert.surgery.verify_model import verify
 from gqaconvert.training.distilled import Distillation, distill
-from gqaconvert.training.launch import Route, choose_route, launch
+from gqaconvert.training.launch import launch, route_here
 from gqaconvert.training.run import uptrain
 from gqaconvert.units import format_bytes, format_count
 
@@ -78,6 +77,12 @@ def make_conversion(experiment: Experiment, anew: bool) -> Finished:
     """Pool the KV heads, and distil where the recipe says so without an uptraining."""
     folder, wanted = experiment.folder, experiment.recipe.convert
     distilled = bool(wanted.distill_steps)
+    if distilled and not calibrates(wanted):
+        raise UsageError(
+            "the distillation reads text, and none is given",
+            at="convert.distill_steps",
+            remedy="convert.calibration: a text; not the one that is measured on",
+        )
     pooled = folder.path / ".undistilled" if distilled else folder.converted
     made = convert_by_recipe(
         experiment.recipe,
@@ -85,7 +90,7 @@ def make_conversion(experiment: Experiment, anew: bool) -> Finished:
         folder.statistics,
         device=experiment.device,
         tell=experiment.tell,
-        overwrite=anew,
+        overwrite=anew or pooled.exists(),  # left by a distillation that was interrupted
     )
     if not made.written or made.plan is None:
         return Finished("; ".join(made.notices), needed=False)
@@ -116,7 +121,9 @@ def train(experiment: Experiment, anew: bool) -> Finished:
         folder.clear(keep_conversion=True)
         folder.recipe.write_text(resolved_yaml(recipe), encoding="utf-8")
     arguments = [str(folder.recipe), "--out", str(folder.path), "--resume", "auto"]
-    route = _route(experiment, arguments)
+    route = route_here(
+        experiment.processes.accelerate_config, experiment.processes.count, arguments
+    )
     if route is not None:
         experiment.tell(f"starting {route.num_processes} processes")
         code = launch(route)
@@ -175,18 +182,3 @@ def _distil(experiment: Experiment, pooled: Path, anew: bool) -> None:
     if done.ending == "interrupted":
         raise Interrupted
     shutil.rmtree(pooled)
-
-
-def _route(experiment: Experiment, arguments: list[str]) -> Route | None:
-    processes = experiment.processes
-    if processes.accelerate_config is None and (processes.count or 1) == 1:
-        return None
-    import torch
-
-    return choose_route(
-        processes.accelerate_config,
-        processes.count,
-        arguments,
-        num_gpus=torch.cuda.device_count(),
-        num_cores=os.cpu_count() or 1,
-    )

@@ -55,7 +55,7 @@ def distill(
         out: output folder.
         distillation: text, steps and rates.
         revision: of a Hub source.
-        overwrite: replace an earlier output.
+        overwrite: replace an earlier output, and forget an interrupted run.
         reports: who hears of every step.
 
     Returns:
@@ -69,7 +69,8 @@ def distill(
     done = uptrain(
         _recipe(source, converted, distillation, revision, out.name),
         folder.path,
-        resume="auto",
+        resume=None if overwrite else "auto",
+        overwrite=overwrite,
         reports=reports,
     )
     if done.ending == "interrupted":

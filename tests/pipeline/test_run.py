@@ -1,7 +1,9 @@
 """An experiment end to end on the bundled model: what is done, kept, done again and refused."""
 
 import json
+import os
 import shutil
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -177,6 +179,46 @@ def test_a_recipe_without_training_reports_the_conversion(bench_folder):
     done = run(Experiment(changed, folder))
     assert list(done.done) == ["source", "calibrate", "convert", "verify", "evaluate", "report"]
     assert done.record.roles == {"source": "tiny", "converted": "converted"}
+
+
+def distilling(folder: Path, steps: int, stop_at: int | None = None) -> Experiment:
+    recipe = load_recipe(folder / "small.yaml")
+    convert = recipe.convert.model_copy(update={"distill_steps": steps, "calibration_tokens": 1024})
+    only = {"convert": convert, "uptrain": None, "evaluate": None, "bench": None, "sweep": None}
+
+    def progress(_: int):
+        def report(line):
+            if line["kind"] == "step" and line["step"] == stop_at:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return nullcontext(report)
+
+    return Experiment(
+        recipe.model_copy(update=only),
+        experiment_folder(folder / "distilled", "distilled"),
+        training_progress=progress,
+    )
+
+
+def test_an_interrupted_distillation_of_a_conversion_goes_on(bench_folder):
+    stopped = run(distilling(bench_folder, 3, stop_at=1))
+    assert stopped.interrupted
+    assert not stopped.folder.converted.exists()
+    finished = run(distilling(bench_folder, 3))
+    assert "convert" in finished.done
+    manifest = json.loads((finished.folder.converted / "gqaconvert.json").read_text())
+    assert manifest["uptrain"]["steps"] == 3
+    assert not list(finished.folder.path.glob(".*distill*"))
+
+
+def test_an_interrupted_distillation_can_be_forgotten(bench_folder):
+    shutil.rmtree(bench_folder / "distilled", ignore_errors=True)
+    assert run(distilling(bench_folder, 3, stop_at=1)).interrupted
+    with pytest.raises(RefusedError, match="the saved run was another one"):
+        run(distilling(bench_folder, 2))
+    finished = run(distilling(bench_folder, 2), overwrite=True)
+    manifest = json.loads((finished.folder.converted / "gqaconvert.json").read_text())
+    assert manifest["uptrain"]["steps"] == 2
 
 
 def test_a_model_that_has_that_many_heads_is_not_converted(bench_folder, first_run, tmp_path):
